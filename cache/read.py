@@ -1,0 +1,162 @@
+"""Reading a complete cache: tokens, hidden states of chosen layers, top-k logits and the target's head, by row ranges.
+
+T rows of all shards, n rows of one read, L layers read, H hidden, K top-k.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import zarr
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cache.codecs import check_codec, decode
+from cache.head import TargetHead
+from cache.layout import open_arrays, read_root
+from cache.store import LocalStore
+from cache.write import INDEX, read_record
+from schemas.arrays import ArraySpec, array_specs
+from schemas.errors import CacheDamaged, CacheError
+from schemas.index import INDEX_SCHEMA, check_table
+from schemas.manifest import Manifest
+
+HEAD = "target/head.safetensors"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A complete cache, checked against its commit records when it was opened. `layers` are those that may be read."""
+
+    store: LocalStore
+    manifest: Manifest
+    layers: tuple[int, ...]
+    index: pa.Table
+    arrays: dict[str, zarr.Array]
+
+    @property
+    def path(self) -> str:
+        """The folder, as it was given."""
+        return str(self.store.root)
+
+    @property
+    def target_folder(self) -> Path:
+        """Where the target's config and tokenizer lie."""
+        return self.store.path("target")
+
+    @cached_property
+    def target_config(self) -> dict[str, Any]:
+        """The target's config.json."""
+        data = self.store.get("target/config.json")
+        if data is None:
+            raise CacheDamaged(f"{self.path}/target/config.json is missing: capture again")
+        config: dict[str, Any] = json.loads(data)
+        return config
+
+    def tokens(self, offset: int, length: int) -> tuple[Tensor, Tensor]:
+        """Input ids (int64 [n]) and loss mask (bool [n]) of rows offset .. offset + length - 1."""
+        ids, mask = self._rows("tokens/input_ids", offset, length), self._rows("tokens/loss_mask", offset, length)
+        return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool))
+
+    def hidden(self, offset: int, length: int, layers: Sequence[int]) -> Tensor:
+        """Hidden states [n, L, H] of the layers asked for, in that order: float32 for codec f32, else bfloat16."""
+        codec = self.manifest.identity.codec
+        per_layer = [decode({"hidden": self._rows(f"hidden/{layer}", offset, length)}, codec) for layer in layers]
+        return torch.stack(per_layer, dim=1)
+
+    def topk(self, offset: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Top-k ids (int64 [n, K]), their log-probabilities (float32 [n, K]), and the log of the rest (float32 [n])."""
+        names = ("logits/topk_ids", "logits/topk_logprobs", "logits/rest_logprob")
+        ids, logprobs, rest = (self._rows(name, offset, length) for name in names)
+        return (
+            torch.from_numpy(ids.astype(np.int64)),
+            torch.from_numpy(logprobs.astype(np.float32)),
+            torch.from_numpy(rest),
+        )
+
+    def head(self) -> TargetHead:
+        """The target's embedding and head in float32, with its scales."""
+        try:
+            weights = load_file(self.store.path(HEAD))
+        except (OSError, SafetensorError) as fault:
+            raise CacheDamaged(f"{self.path}/{HEAD} cannot be read ({fault}): capture again") from None
+        target = self.manifest.identity.target
+        embed_VH = weights["embed_tokens.weight"].float()
+        lm_head_VH = weights["lm_head.weight"].float() if "lm_head.weight" in weights else embed_VH
+        return TargetHead(embed_VH, lm_head_VH, target.embedding_scale, target.logit_scale, target.logit_softcap)
+
+    def _rows(self, name: str, offset: int, length: int) -> NDArray[Any]:
+        try:
+            return np.asarray(self.arrays[name][offset : offset + length])
+        except ValueError as fault:
+            shard = offset // self.manifest.identity.shard_tokens
+            raise CacheDamaged(
+                f"{self.path}: {name}, shard {shard}: {fault}: the shard is corrupt; capture again"
+            ) from None
+
+
+def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
+    """Open a complete cache, for the layers asked for (by default all).
+
+    Raises CacheError for a path that is no cache, an incomplete one, another version or a layer that it does not hold, and
+    CacheDamaged where an object is missing or of another size than its commit record says: Zarr itself would read zeros.
+    """
+    store = LocalStore(Path(path))
+    manifest = read_root(store)
+    check_codec(manifest.identity.codec)
+    held = manifest.identity.layers
+    if not manifest.complete:
+        done = sum(store.size(f"shards/{shard:06d}.json") is not None for shard in range(manifest.totals.shards))
+        raise CacheError(
+            f"{path} is incomplete ({done} of {manifest.totals.shards} shards): run the same `dflash capture` command again to finish it"
+        )
+    for layer in layers or ():
+        if layer not in held:
+            raise CacheError(
+                f"layer {layer} is not in {path}, which holds {', '.join(map(str, held))}: choose among these, or capture it"
+            )
+    chosen = tuple(sorted(layers)) if layers else held
+    unread = {f"hidden/{layer}" for layer in held if layer not in chosen}
+    specs = [spec for spec in array_specs(manifest.identity, manifest.totals.shards) if spec.name not in unread]
+    _check_objects(store, manifest, specs)
+    arrays = open_arrays(store, [spec.name for spec in specs])
+    return Cache(store, manifest, chosen, _read_index(store, manifest), arrays)
+
+
+def _check_objects(store: LocalStore, manifest: Manifest, specs: Sequence[ArraySpec]) -> None:
+    for shard in range(manifest.totals.shards):
+        record = read_record(store, shard)
+        if record is None:
+            raise CacheDamaged(
+                f"{store.root}: the commit record of shard {shard} is missing: the cache is damaged; capture again"
+            )
+        for spec in specs:
+            key = spec.object_key(shard)
+            size, wanted = store.size(key), record.objects.get(key)
+            if wanted is None or size != wanted.bytes:
+                state = "missing" if size is None else f"{size} bytes, not {wanted.bytes if wanted else 'committed'}"
+                raise CacheDamaged(f"{store.root}/{key} is {state}: the cache is damaged; capture again")
+
+
+def _read_index(store: LocalStore, manifest: Manifest) -> pa.Table:
+    try:
+        table = pq.read_table(store.path(INDEX))
+    except (OSError, pa.ArrowException) as fault:
+        raise CacheDamaged(
+            f"{store.root}/{INDEX} cannot be read ({str(fault).splitlines()[0]}): capture again"
+        ) from None
+    table = check_table(table, INDEX_SCHEMA, f"{store.root}/{INDEX}")
+    if len(table) < manifest.totals.samples:
+        raise CacheDamaged(
+            f"{store.root}/{INDEX} has {len(table)} rows, the manifest says {manifest.totals.samples}: capture again"
+        )
+    return table.slice(0, manifest.totals.samples)

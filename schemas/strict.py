@@ -1,0 +1,44 @@
+"""The base of everything that is read from a file or a command line: unknown keys refused, values frozen, errors in one line."""
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from schemas.errors import DflashError
+
+
+class Strict(BaseModel):
+    """A frozen record that refuses unknown keys and silent conversions (the string "8" is not the number 8)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse(model: type[Model], data: Any, where: str, error: type[DflashError]) -> Model:
+    """Validate `data`, as decoded from JSON or YAML, as `model`.
+
+    `where` names the file or option for the message. Raises `error` with every fault on one line, such as
+    `hs.zarr/zarr.json: identity.layers.0: Input should be a valid integer (got 'one')`.
+    """
+    try:
+        # Through JSON, since there strict mode takes a list for a tuple, which it refuses from Python objects.
+        return model.model_validate_json(json.dumps(data))
+    except ValidationError as fault:
+        raise error(f"{where}: {describe(fault)}") from None
+
+
+def describe(fault: ValidationError) -> str:
+    """All faults of a validation on one line: `key: rule (got value)`, separated by semicolons."""
+    parts = []
+    for item in fault.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "value"
+        if item["type"] == "extra_forbidden":
+            parts.append(f"{key}: unknown key; remove it or correct its name")
+        elif item["type"] == "missing":
+            parts.append(f"{key}: missing")
+        else:
+            parts.append(f"{key}: {item['msg']} (got {item['input']!r})")
+    return "; ".join(parts)

@@ -1,0 +1,47 @@
+"""Objects appear whole or not at all, with the checksum of what was written."""
+
+import os
+import subprocess
+import sys
+
+import google_crc32c
+import pytest
+
+from cache.store import LocalStore, write_whole
+from schemas.errors import DflashError
+
+
+def test_put_returns_size_and_checksum(tmp_path):
+    store = LocalStore(tmp_path / "new" / "cache")
+    record = store.put("hidden/1/c/0/0", [b"abc", memoryview(b"defg")])
+    assert store.get("hidden/1/c/0/0") == b"abcdefg"
+    assert record.bytes == 7 == store.size("hidden/1/c/0/0")
+    assert record.crc32c == f"{google_crc32c.value(b'abcdefg'):08x}"
+    assert store.get("nothing") is None
+    assert store.size("nothing/at/all") is None
+
+
+def test_a_fault_while_writing_leaves_the_old_object(tmp_path):
+    path = tmp_path / "object"
+    write_whole(path, [b"old"])
+
+    def parts():
+        yield b"new, but"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DflashError, match="No space left"):
+        write_whole(path, parts())
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["object"]
+
+
+def test_only_dead_workers_leftovers_are_removed(tmp_path):
+    store = LocalStore(tmp_path)
+    script = "import sys; from cache.store import LocalStore; from pathlib import Path\nLocalStore(Path(sys.argv[1])).put('x', [b'1'])"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    dead = next(tmp_path.glob(".tmp-*"))
+    (dead / "unfinished").write_bytes(b"half")
+    living = dead.with_name(f"{dead.name.rsplit('-', 1)[0]}-{os.getppid()}")
+    living.mkdir()
+    store.clean_workspaces()
+    assert [path.name for path in tmp_path.glob(".tmp-*")] == [living.name]
