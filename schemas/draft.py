@@ -1,9 +1,11 @@
 """config.json of a draft: the published DFlash layout, which serving engines read as it is (docs/design.md, section 5)."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from schemas.errors import DraftError
 from schemas.strict import Strict
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -142,3 +144,13 @@ def _check_dflash2(own: DFlashConfig, hidden_size: int, vocab_size: int) -> None
         raise ValueError(f"conv_group_size {own.conv_group_size} does not divide the hidden size {hidden_size}")
     if own.selector_top_k > vocab_size:
         raise ValueError(f"selector_top_k {own.selector_top_k} is larger than the vocabulary of {vocab_size}")
+
+
+def draft_folder(path: str | Path) -> Path:
+    """The draft's own folder, given it or the run that holds it in `draft/`. Raises DraftError where neither has a config.json."""
+    for folder in (Path(path), Path(path) / "draft"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise DraftError(
+        f"--draft {path}: neither it nor its draft/ holds a config.json: give a finished run's folder or a draft's"
+    )

@@ -1,0 +1,187 @@
+"""The draft: a short Qwen3-like trunk over blocks of MASK slots, conditioned on hidden states of the frozen target.
+
+T packed tokens, L captured layers, H hidden, N blocks, B block size, K key-value heads, D head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from draft.attention import Layout, Masks, attend, layout_of
+from draft.blocks import Blocks
+from draft.convolution import BlockConvolution
+from draft.linear import linear
+from draft.norm import RMSNorm
+from draft.rotary import Rotary, rotate
+from draft.selector import CandidateSelector
+from schemas.draft import DraftConfig
+from schemas.errors import DraftError
+
+Pair = tuple[Tensor, Tensor]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_pytorch_tanh": lambda states: nn.functional.gelu(states, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of a block over its context and itself, with per-head norms of queries and keys."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = linear(config.hidden_size, query_size)
+        self.k_proj = linear(config.hidden_size, key_size)
+        self.v_proj = linear(config.hidden_size, key_size)
+        self.o_proj = linear(query_size, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def key_value(self, states: Tensor, angles: Pair) -> Pair:
+        """Keys (normed, rotated) and values, each [..., K, D], of states [..., H]."""
+        key, value = (layer(states).unflatten(-1, (-1, self.head_dim)) for layer in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(key), *angles), value
+
+    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, layout: Layout, masks: Masks) -> Tensor:
+        """[N, B, H] -> [N, B, H]; `context` holds keys and values [T, K, D]."""
+        query = rotate(self.q_norm(self.q_proj(states_NBH).unflatten(-1, (-1, self.head_dim))), *angles)
+        output: Tensor = self.o_proj(attend(query, self.key_value(states_NBH, angles), context, layout, masks))
+        return output
+
+
+class MLP(nn.Module):
+    """The gated feed-forward sublayer."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        output: Tensor = self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
+        return output
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each after a norm and, in DFlash 2, between the two sides of a convolution."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        own = config.dflash_config
+        self.attention_conv: BlockConvolution | None = None
+        self.mlp_conv: BlockConvolution | None = None
+        if own.conv_kernel_size is not None and own.conv_group_size is not None:
+            self.attention_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
+            self.mlp_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
+
+    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, layout: Layout, masks: Masks) -> Tensor:
+        """[N, B, H] -> [N, B, H], residuals included."""
+
+        attention = partial(self.self_attn, angles=angles, context=context, layout=layout, masks=masks)
+        states_NBH = states_NBH + _between(self.attention_conv, attention, self.input_layernorm(states_NBH))
+        return states_NBH + _between(self.mlp_conv, self.mlp, self.post_attention_layernorm(states_NBH))
+
+
+def _between(convolution: BlockConvolution | None, sublayer: Callable[[Tensor], Tensor], normed_NBH: Tensor) -> Tensor:
+    if convolution is None:
+        return sublayer(normed_NBH)
+    before, after = convolution.deltas(normed_NBH)
+    return convolution.convolve(sublayer(convolution.convolve(normed_NBH, before, 0)), after, 1)
+
+
+class Draft(nn.Module):
+    """The whole draft. Its state dict has exactly the keys of the published layout (docs/design.md, section 5)."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        """Parameters are not initialised: `new_draft` draws them, `draft.files.load_draft` reads them."""
+        super().__init__()
+        if config.hidden_act not in ACTIVATIONS:
+            raise DraftError(
+                f"hidden_act {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}: choose another target"
+            )
+        self.config = config
+        own = config.dflash_config
+        self.fc = linear(len(own.target_layer_ids) * config.hidden_size, config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector: CandidateSelector | None = None
+        if own.selector_rank is not None and own.selector_top_k is not None:
+            self.candidate_selector = CandidateSelector(
+                config.vocab_size, config.hidden_size, own.selector_rank, own.selector_top_k
+            )
+        self.rotary = Rotary(config)
+
+    def forward(self, hidden_TLH: Tensor, lengths: Sequence[int], embeds_NBH: Tensor, blocks: Blocks) -> Tensor:
+        """Hidden states [N, B, H] after the final norm, of blocks over packed samples.
+
+        `hidden_TLH` are the target's states of the config's layers, ascending; `embeds_NBH` the embeddings of each block's input
+        tokens. A block sees the rows of its own sample strictly before its anchor, and itself.
+        """
+        return self.over_context(embeds_NBH, self.context_of(hidden_TLH, lengths), layout_of(lengths, blocks))
+
+    def context_of(self, hidden_TLH: Tensor, lengths: Sequence[int]) -> list[Pair]:
+        """`context_kv` of packed samples, whose positions count from each sample's first row."""
+        position_T = torch.cat([torch.arange(length, device=hidden_TLH.device) for length in lengths])
+        return self.context_kv(hidden_TLH, position_T)
+
+    def context_kv(self, hidden_TLH: Tensor, position_T: Tensor) -> list[Pair]:
+        """Every layer's keys and values [T, K, D] of context rows at the given positions within their samples."""
+        states_TH = self.hidden_norm(self.fc(hidden_TLH.flatten(1).to(self.fc.weight.dtype)))
+        angles = self.rotary.angles(position_T)
+        return [layer.self_attn.key_value(states_TH, angles) for layer in self._trunk()]
+
+    def over_context(self, embeds_NBH: Tensor, context: Sequence[Pair], layout: Layout) -> Tensor:
+        """The trunk over blocks whose context is already keys and values: what training and decoding share."""
+        slot_B = torch.arange(layout.block_size, device=embeds_NBH.device)
+        angles = self.rotary.angles(layout.relative_N[:, None] + slot_B)
+        states_NBH = embeds_NBH.to(self.fc.weight.dtype)
+        masks = {window: layout.masks(window, states_NBH.dtype) for window in set(self.config.windows)}
+        for layer, window, pair in zip(self.layers, self.config.windows, context, strict=True):
+            states_NBH = layer(states_NBH, angles, pair, layout, masks[window])
+        output: Tensor = self.norm(states_NBH)
+        return output
+
+    def _trunk(self) -> Iterator[Layer]:
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            yield layer
+
+
+def new_draft(config: DraftConfig, generator: torch.Generator) -> Draft:
+    """A fresh float32 draft on the CPU: weights normal with the config's `initializer_range` as deviation, norms 1.
+
+    The convolutions start as the identity (tap 0 is 1, the projection 0), the selector as a no-op (the successor's codebook 0).
+    """
+    draft = Draft(config)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, config.initializer_range, generator=generator)
+            if name.endswith("base_kernel"):
+                parameter.zero_()[:, 0] = 1.0
+            elif name.endswith(("kernel_projection.weight", "successor_codebook")):
+                parameter.zero_()
+    return draft
+
+
+def cast(draft: Draft, device: torch.device | str, dtype: torch.dtype) -> Draft:
+    """Move a draft, in place, and give its weights a type; the norms' stay float32."""
+    for module in draft.modules():
+        kind = torch.float32 if isinstance(module, RMSNorm) else dtype
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(device, kind)
+    return draft

@@ -1,0 +1,49 @@
+"""The path selector of DFlash 2: it re-scores the backbone's candidates of a slot by the token chosen before it.
+
+R slots, H hidden, V vocabulary, K candidates, r rank.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from draft.linear import linear
+
+
+class CandidateSelector(nn.Module):
+    """S_t(a, b) = U_t(b) + <A(a) * H(h_t), B(b)> over the `top_k` tokens b of slot t by the backbone's logit U_t.
+
+    A is the predecessor's codebook, B the successor's, h_t the draft's hidden state after its final norm (docs/design.md, section 4).
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = linear(hidden_size, rank)
+
+    def scores(self, hidden_RH: Tensor, unary_RK: Tensor, candidate_RK: Tensor, predecessor_R: Tensor) -> Tensor:
+        """Scores [R, K] of candidates, given the token before each slot."""
+        return self.rescore(self.hidden_projection(hidden_RH), unary_RK, candidate_RK, predecessor_R)
+
+    def rescore(self, projected_Rr: Tensor, unary_RK: Tensor, candidate_RK: Tensor, predecessor_R: Tensor) -> Tensor:
+        """As `scores`, from hidden states already projected."""
+        left_Rr = nn.functional.embedding(predecessor_R, self.predecessor_codebook) * projected_Rr
+        right_RKr = nn.functional.embedding(candidate_RK, self.successor_codebook)
+        return unary_RK + (right_RKr @ left_Rr[:, :, None])[:, :, 0]
+
+    def walk(self, hidden_NBH: Tensor, logits_NBV: Tensor, verified_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Greedy path through slots 1..B-1, left to right from the verified token of slot 0.
+
+        Takes the states and logits of slots 1..B-1. Returns the chosen tokens [N, B-1] and the candidates [N, B-1, K].
+        """
+        unary_NBK, candidate_NBK = logits_NBV.topk(self.top_k, -1)
+        projected_NBr = self.hidden_projection(hidden_NBH)
+        right_NBKr = nn.functional.embedding(candidate_NBK, self.successor_codebook)
+        chosen_N, path = verified_N, []
+        for slot in range(hidden_NBH.shape[1]):
+            left_Nr = nn.functional.embedding(chosen_N, self.predecessor_codebook) * projected_NBr[:, slot]
+            scores_NK = unary_NBK[:, slot] + (right_NBKr[:, slot] @ left_Nr[:, :, None])[:, :, 0]
+            chosen_N = candidate_NBK[:, slot].gather(1, scores_NK.argmax(-1, keepdim=True))[:, 0]
+            path.append(chosen_N)
+        return torch.stack(path, 1), candidate_NBK

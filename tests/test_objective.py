@@ -1,0 +1,166 @@
+"""The sums of a micro-batch: weights, metrics, slices, micro-batches and denominators, against loops and against the whole."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from reference import MASK, lively_draft, random_head, random_samples, small_config
+from torch import Tensor
+
+from draft.blocks import Blocks, PackedSamples, anchors_of, block_inputs, block_labels, block_valid, make_blocks
+from draft.model import Draft
+from schemas.options import LossOptions
+from train.objective import denominators, objective, resolve_gamma, slot_weights, total_loss
+
+LENGTHS = (13, 18, 11)
+OPTIONS = LossOptions(gamma=2.0, selector_weight=0.7)
+
+
+def micro_batch(prefix: bool = False) -> tuple[PackedSamples, Blocks]:
+    samples = random_samples(LENGTHS)
+    anchors = anchors_of(samples, 4)
+    shown = torch.randint(1, 4, anchors.shape, generator=torch.Generator().manual_seed(2)) if prefix else None
+    return samples, make_blocks(samples, anchors, 4, shown)
+
+
+def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
+    draft.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in draft.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 2e-5) -> None:
+    assert found.keys() == expected.keys()
+    for key in found:
+        assert (found[key] - expected[key]).abs().max() <= bound * expected[key].abs().max() + 1e-9, key
+
+
+@pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (4, 2.0), (6, 3.0)])
+def test_gamma_defaults_to_the_published_values(block_size: int, gamma: float) -> None:
+    assert resolve_gamma(LossOptions(), block_size) == gamma
+    assert resolve_gamma(LossOptions(gamma=1.5), block_size) == 1.5
+    assert resolve_gamma(LossOptions(gamma=None), block_size) is None
+
+
+def test_weights_decay_from_the_first_target_of_each_block() -> None:
+    blocks = Blocks(torch.tensor([0, 9]), torch.tensor([0, 0]), torch.tensor([1, 3]), 5)
+    weights = slot_weights(blocks, 2.0)
+    for n, prefix in enumerate((1, 3)):
+        for k in range(prefix, 5):
+            assert weights[n, k].item() == pytest.approx(math.exp(-(k - prefix) / 2.0))
+    assert (slot_weights(blocks, None) == 1).all()
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_metrics_are_the_definition(prefix: bool) -> None:
+    draft, head = lively_draft(small_config(), 6), random_head()
+    # Two tokens in the text and two that the head can choose, so that half of the slots are right and acceptance counts something.
+    head.lm_head_VH[1] = -head.lm_head_VH[0]
+    head.lm_head_VH[2:] = 0
+    samples, blocks = micro_batch(prefix)
+    samples = replace(samples, input_ids_T=samples.input_ids_T % 2)
+    states = draft(samples.hidden_TLH, samples.lengths, head.embed(block_inputs(samples, blocks, MASK)), blocks)
+    guesses, valid = head.logits(states).argmax(-1), block_valid(samples, blocks)
+    labels = block_labels(samples, blocks)
+    sums = objective(draft, head, samples, blocks, OPTIONS, MASK)
+    hits = [[bool(valid[n, k]) and bool(guesses[n, k] == labels[n, k]) for k in range(4)] for n in range(len(labels))]
+    accepted = 0
+    for n in range(len(labels)):
+        slots = [k for k in range(4) if valid[n, k]]
+        accepted += bool(slots)
+        for k in slots:
+            if not hits[n][k]:
+                break
+            accepted += 1
+    assert accepted > valid.any(1).sum() * 1.2 and sums["correct"] < valid.sum() * 0.8, "the batch shows nothing"
+    assert sums["valid"] == valid.sum() and sums["blocks"] == valid.any(1).sum()
+    assert sums["correct"] == sum(map(sum, hits)) and sums["accept_len"] == accepted
+    weights = slot_weights(blocks, 2.0)
+    assert sums["base_weight"].item() == pytest.approx((weights * valid).sum().item(), rel=1e-6)
+
+
+def test_unsupervised_slots_neither_count_nor_stop() -> None:
+    """With every slot right but an unsupervised one between, a block's acceptance is its supervised slots and the anchor."""
+    from train.objective import block_metrics
+
+    valid = torch.tensor([[False, True, False, True], [False, False, True, True], [False, False, False, False]])
+    index = valid.flatten().nonzero()[:, 0]
+    sums = block_metrics({"correct": torch.tensor([True, True, False, True])}, valid, index)
+    assert {key: int(value) for key, value in sums.items()} == {
+        "correct": 3,
+        "valid": 4,
+        "blocks": 2,
+        "accept_len": 3 + 1,
+    }
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_slices_change_nothing_but_rounding(kind: str, rows: int) -> None:
+    draft, head = lively_draft(small_config(kind)), random_head()
+    samples, blocks = micro_batch()
+    whole = objective(draft, head, samples, blocks, OPTIONS, MASK)
+    expected = gradients(draft, total_loss(whole, whole, OPTIONS))
+    sliced = objective(draft, head, samples, blocks, OPTIONS, MASK, slice_rows=rows)
+    assert sliced.keys() == whole.keys()
+    for key in whole:
+        assert sliced[key].item() == pytest.approx(whole[key].item(), rel=1e-5), key
+    assert_same(gradients(draft, total_loss(sliced, sliced, OPTIONS)), expected)
+
+
+def test_only_supervised_slots_reach_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, head = lively_draft(small_config("dflash2")), random_head()
+    samples, blocks = micro_batch()
+    seen: list[int] = []
+    real = type(head).logits
+
+    def watched(self: Any, hidden_RH: Tensor) -> Tensor:
+        seen.append(len(hidden_RH))
+        return real(self, hidden_RH)
+
+    monkeypatch.setattr(type(head), "logits", watched)
+    objective(draft, head, samples, blocks, OPTIONS, MASK, slice_rows=10)
+    assert sum(seen) == int(block_valid(samples, blocks).sum()) and max(seen) <= 10
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_micro_batches_add_up_to_the_step(kind: str) -> None:
+    """A step of three samples is the same as three micro-batches of one, with the denominators known before."""
+    draft, head = lively_draft(small_config(kind)), random_head()
+    samples, blocks = micro_batch()
+    whole = objective(draft, head, samples, blocks, OPTIONS, MASK)
+    loss = total_loss(whole, whole, OPTIONS)
+    expected = gradients(draft, loss)
+    parts = []
+    for index, (start, length) in enumerate(zip((0, 13, 31), LENGTHS, strict=True)):
+        rows = slice(start, start + length)
+        part = PackedSamples(samples.input_ids_T[rows], samples.loss_mask_T[rows], samples.hidden_TLH[rows], (length,))
+        parts.append((part, make_blocks(part, blocks.anchor_N[blocks.sample_N == index] - start, 4)))
+    counted = [denominators(draft, head, *part, OPTIONS, MASK) for part in parts]
+    totals = {key: torch.stack([each[key] for each in counted]).sum() for key in counted[0]}
+    assert totals.keys() == ({"base_weight", "selector_weight"} if kind == "dflash2" else {"base_weight"})
+    shares = [total_loss(objective(draft, head, *part, OPTIONS, MASK), totals, OPTIONS) for part in parts]
+    assert sum(share.item() for share in shares) == pytest.approx(loss.item(), rel=1e-5)
+    assert_same(gradients(draft, torch.stack(shares).sum()), expected)
+
+
+def test_a_batch_without_a_valid_slot_has_no_loss() -> None:
+    draft, head = lively_draft(small_config("dflash2")), random_head()
+    samples, blocks = micro_batch()
+    silent = replace(samples, loss_mask_T=torch.zeros_like(samples.loss_mask_T))
+    sums = objective(draft, head, silent, blocks, OPTIONS, MASK)
+    assert all(value.item() == 0 for value in sums.values())
+    loss = total_loss(sums, sums, OPTIONS)
+    assert loss.item() == 0 and all((gradient == 0).all() for gradient in gradients(draft, loss).values())
+
+
+def test_the_target_gets_no_gradient() -> None:
+    draft, head = lively_draft(small_config("dflash2")), random_head()
+    head.lm_head_VH.requires_grad_(False)
+    samples, blocks = micro_batch()
+    sums = objective(draft, head, samples, blocks, OPTIONS, MASK)
+    total_loss(sums, sums, OPTIONS).backward()
+    assert head.embed_VH.grad is None and head.lm_head_VH.grad is None
+    assert all(parameter.grad is not None for parameter in draft.parameters())
