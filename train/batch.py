@@ -1,0 +1,120 @@
+"""A micro-batch as the step takes it: whole samples read from the cache and laid end to end, and the blocks drawn from them.
+
+T packed tokens, L captured layers, H hidden, N blocks.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache.read import Cache
+from draft.blocks import Blocks, PackedSamples, anchors_of, make_blocks
+from schemas.options import DataOptions, LossOptions
+from train.anchors import draw_anchors, draw_prefixes
+from train.stream import MicroBatch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`without_anchor` of the samples have no anchor: they are read, counted, and train nothing."""
+
+    micro: MicroBatch
+    samples: PackedSamples
+    blocks: Blocks
+    without_anchor: int
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on a device."""
+        samples, blocks = self.samples, self.blocks
+        return replace(
+            self,
+            samples=PackedSamples(
+                samples.input_ids_T.to(device),
+                samples.loss_mask_T.to(device),
+                samples.hidden_TLH.to(device),
+                samples.lengths,
+            ),
+            blocks=replace(
+                blocks,
+                anchor_N=blocks.anchor_N.to(device),
+                sample_N=blocks.sample_N.to(device),
+                prefix_N=blocks.prefix_N.to(device),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How blocks are drawn from samples; `prefix_base` None where each block shows its anchor alone."""
+
+    block_size: int
+    anchors: int
+    seed: int
+    prefix_base: float | None
+
+    @staticmethod
+    def of(block_size: int, data: DataOptions, loss: LossOptions) -> "Draw":
+        """As the options say."""
+        return Draw(block_size, data.anchors, data.seed, loss.prefix_base if loss.prefix == "variable" else None)
+
+
+def read_batches(cache: Cache, draw: Draw, micros: Iterable[MicroBatch]) -> Iterator[Batch]:
+    """Read micro-batches one after the other, on the CPU."""
+    offsets, lengths = cache.index["offset"].to_numpy(), cache.index["length"].to_numpy()
+    for micro in micros:
+        samples = read_samples(cache, [(int(offsets[row]), int(lengths[row])) for row in micro.rows])
+        blocks, without_anchor = draw_blocks(samples, micro, draw)
+        yield Batch(micro, samples, blocks, without_anchor)
+
+
+def read_samples(cache: Cache, spans: list[tuple[int, int]]) -> PackedSamples:
+    """Whole samples, each an (offset, length) of the cache, laid end to end, with the layers the cache was opened for."""
+    width = cache.manifest.identity.target.hidden_size
+    ids, masks = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.bool)]
+    hidden: list[Tensor] = []
+    for offset, length in spans:
+        ids_n, mask_n = cache.tokens(offset, length)
+        ids.append(ids_n)
+        masks.append(mask_n)
+        hidden.append(cache.hidden(offset, length, cache.layers))
+    hidden_TLH = torch.cat(hidden) if hidden else torch.empty(0, len(cache.layers), width)
+    return PackedSamples(torch.cat(ids), torch.cat(masks), hidden_TLH, tuple(length for _, length in spans))
+
+
+def draw_blocks(samples: PackedSamples, micro: MicroBatch, draw: Draw) -> tuple[Blocks, int]:
+    """The blocks that each sample trains on in the micro-batch's epoch, and how many samples have no anchor."""
+    if not micro.rows:
+        none_N = torch.empty(0, dtype=torch.int64)
+        return Blocks(none_N, none_N, none_N, draw.block_size), 0
+    all_anchors = anchors_of(samples, draw.block_size).numpy()
+    bounds = np.cumsum([0, *samples.lengths])
+    anchors: list[NDArray[np.int64]] = []
+    prefixes: list[NDArray[np.int64]] = []
+    without_anchor = 0
+    for row, start, end in zip(micro.rows, bounds[:-1], bounds[1:], strict=True):
+        own = all_anchors[np.searchsorted(all_anchors, start) : np.searchsorted(all_anchors, end)] - start
+        drawn = draw_anchors(own, draw.anchors, draw.seed, micro.epoch, row)
+        without_anchor += len(own) == 0
+        anchors.append(drawn + start)
+        if draw.prefix_base is not None:
+            prefixes.append(draw_prefixes(len(drawn), draw.block_size, draw.prefix_base, draw.seed, micro.epoch, row))
+    anchor_N = torch.from_numpy(np.concatenate(anchors))
+    prefix_N = None if draw.prefix_base is None else torch.from_numpy(np.concatenate(prefixes))
+    if not micro.rows:
+        ones_N = torch.ones_like(anchor_N)
+        return Blocks(anchor_N, ones_N, ones_N, draw.block_size), 0
+    return make_blocks(samples, anchor_N, draw.block_size, prefix_N), without_anchor
+
+
+def first_anchor(cache: Cache, block_size: int, rows: Iterable[int]) -> int | None:
+    """The first of the samples (index rows) that has an anchor, or None. Reads tokens until there is one, no hidden states."""
+    offsets, lengths = cache.index["offset"].to_numpy(), cache.index["length"].to_numpy()
+    for row in rows:
+        ids_T, mask_T = cache.tokens(int(offsets[row]), int(lengths[row]))
+        if len(anchors_of(PackedSamples(ids_T, mask_T, torch.empty(len(ids_T), 0, 0), (len(ids_T),)), block_size)):
+            return row
+    return None

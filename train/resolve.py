@@ -1,0 +1,108 @@
+"""Options made definite: every "auto" and default replaced by what it means for this cache and machine, the impossible refused."""
+
+from collections.abc import Sequence
+
+import torch
+
+from cache.device import resolve_device
+from schemas.errors import CacheError, OptionError
+from schemas.manifest import Identity
+from schemas.options import RunOptions, TrainOptions
+from schemas.say import Say
+from train.objective import resolve_gamma
+
+DEFAULT_EPOCHS = 6
+AVAILABLE = ("dflash", "dflash2")
+
+# Options that mean something to some kinds of draft only.
+KINDS_OF = {
+    "draft.conv_kernel_size": ("dflash2",),
+    "draft.conv_group_size": ("dflash2",),
+    "draft.selector_rank": ("dflash2",),
+    "draft.selector_top_k": ("dflash2",),
+    "loss.selector_weight": ("dflash2",),
+    "draft.emb_dim": ("domino",),
+    "draft.gru_hidden_dim": ("domino",),
+    "draft.pure_draft_prefix_len": ("domino",),
+    "draft.shift_label": ("domino",),
+    "loss.lambda_start": ("domino",),
+    "loss.lambda_decay": ("domino",),
+    "loss.temperature": ("jetspec",),
+}
+
+
+def resolve_options(options: TrainOptions, identity: Identity, say: Say) -> TrainOptions:
+    """The options as the run will use them; raises OptionError or CacheError for what cannot be done, never leaves any out."""
+    _check_kind(options, say)
+    device = resolve_device(options.run.device)
+    if device.type == "cpu" and options.run.device == "auto":
+        say.note("no CUDA device here: training on the CPU")
+    resolved = {
+        "layers": resolve_layers(options.run.layers, identity),
+        "device": str(device),
+        "precision": _precision(options.run, device),
+        "attention": _attention(options.run),
+        "epochs": _epochs(options.run, say),
+    }
+    run = options.run.model_copy(update=resolved)
+    loss = options.loss.model_copy(update={"gamma": resolve_gamma(options.loss, options.draft.block_size)})
+    return options.model_copy(update={"run": run, "loss": loss})
+
+
+def resolve_layers(asked: Sequence[int] | None, identity: Identity) -> tuple[int, ...]:
+    """The layers to train on, ascending: by default the cache's, without the target's last, whose norm runtimes disagree on."""
+    last = identity.target.num_hidden_layers - 1
+    usable = tuple(layer for layer in identity.layers if layer != last)
+    offer = f"choose among {', '.join(map(str, usable))}" if usable else "capture other layers"
+    if asked is None:
+        if not usable:
+            raise CacheError(
+                f"the cache holds only layer {last}, the target's last, whose norm runtimes disagree on: {offer}"
+            )
+        return usable
+    if not asked:
+        raise OptionError(f"no layers given: {offer}")
+    for layer in asked:
+        if asked.count(layer) > 1:
+            raise OptionError(f"layer {layer} is given twice: name each layer once")
+        if layer not in identity.layers:
+            raise CacheError(f"layer {layer} is not in the cache: {offer}, or capture it")
+        if layer == last:
+            raise OptionError(f"layer {layer} is the target's last, whose norm runtimes disagree on: {offer}")
+    return tuple(sorted(asked))
+
+
+def _check_kind(options: TrainOptions, say: Say) -> None:
+    kind, loss = options.draft.kind, options.loss
+    if kind not in AVAILABLE:
+        raise OptionError(f"draft kind {kind!r} is not available in this version yet: choose {' or '.join(AVAILABLE)}")
+    if loss.prefix == "variable" and kind != "dflash":
+        raise OptionError(f"loss.prefix 'variable' is for kind dflash, not {kind}: use loss.prefix=fixed")
+    if loss.distill:
+        raise OptionError("loss.distill is not available in this version yet: leave it false")
+    if options.run.compile:
+        raise OptionError("run.compile is not available in this version yet: leave it false")
+    defaults, given = TrainOptions().model_dump(), options.model_dump()
+    for key, kinds in KINDS_OF.items():
+        group, name = key.split(".")
+        if kind not in kinds and given[group][name] != defaults[group][name]:
+            say.warn(f"{key}={given[group][name]} has no effect on kind {kind}")
+
+
+def _precision(run: RunOptions, device: torch.device) -> str:
+    if run.precision != "auto":
+        return run.precision
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _attention(run: RunOptions) -> str:
+    if run.attention == "flex":
+        raise OptionError("run.attention 'flex' is not available in this version yet: use auto or split")
+    return "split"
+
+
+def _epochs(run: RunOptions, say: Say) -> int | None:
+    if run.epochs is None and run.steps is None:
+        say.note(f"neither steps nor epochs given: training for {DEFAULT_EPOCHS} epochs")
+        return DEFAULT_EPOCHS
+    return run.epochs

@@ -1,0 +1,85 @@
+"""Where a run begins: at step 0, or at a checkpoint of the same run, with whatever lies after it cleared away."""
+
+from pathlib import Path
+
+from schemas.errors import DraftError
+from schemas.options import TrainOptions
+from schemas.say import Say
+from train.checkpoint import (
+    Checkpoint,
+    checkpoint_name,
+    list_checkpoints,
+    load_checkpoint,
+    remove_checkpoint,
+)
+from train.metrics import cut_back
+from train.rundir import CHECKPOINTS, Provenance, check_same_run, holds_run, read_provenance
+from train.step import Learner
+
+
+def where_to_begin(
+    run: Path, options: TrainOptions, provenance: Provenance, resume: str | bool, steps: int, say: Say
+) -> Checkpoint | None:
+    """The checkpoint to go on from, or None to begin; DraftError where folder, `resume` and what the run was do not fit each other."""
+    there = holds_run(run)
+    checkpoints = list_checkpoints(run / CHECKPOINTS)
+    if resume is False:
+        if there:
+            done = f"at step {max(checkpoints)}" if checkpoints else "without a checkpoint"
+            raise DraftError(f"--out {run} holds a run already, {done}: go on with --resume, or give another --out")
+        return None
+    if not there:
+        raise DraftError(f"--out {run} holds no run to resume: leave out --resume to begin one")
+    check_same_run(run, options, provenance)
+    _compare_versions(run, provenance, say)
+    if resume is not True:
+        named = {path.name: path for path in checkpoints.values()}
+        path = named.get(Path(resume).name)
+        if path is None:
+            raise DraftError(
+                f"no checkpoint {resume!r} in {run / CHECKPOINTS}: choose among {', '.join(named) or 'none'}"
+            )
+    elif checkpoints:
+        path = checkpoints[max(checkpoints)]
+    else:
+        say.note(f"{run} has no checkpoint yet: beginning at step 0")
+        return None
+    checkpoint = load_checkpoint(path)
+    if checkpoint.state.step > steps:
+        raise DraftError(
+            f"{path} is at step {checkpoint.state.step}, beyond the {steps} asked for: give more steps, or an earlier checkpoint"
+        )
+    say.note(f"resuming from {path} at step {checkpoint.state.step} of {steps}")
+    return checkpoint
+
+
+def restore(learner: Learner, checkpoint: Checkpoint, where: Path) -> None:
+    """Put a checkpoint's weights and optimizer state into place; DraftError where they are not this draft's."""
+    path = str(where / checkpoint_name(checkpoint.state.step))
+    expected = {name: tuple(value.shape) for name, value in learner.draft.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in checkpoint.model.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise DraftError(
+                f"{path}: {name} has shape {found.get(name)}, this draft {expected.get(name)}: resume with the run's own options"
+            )
+    learner.draft.load_state_dict(dict(checkpoint.model))
+    learner.optimizers.load(checkpoint.optimizer, path)
+
+
+def clear_after(run: Path, step: int, say: Say) -> None:
+    """Remove what lies after the step to begin at: it will be written again. Checkpoints first, so that a kill loses no metrics."""
+    for later, path in list_checkpoints(run / CHECKPOINTS).items():
+        if later > step:
+            say.note(f"removing {path}, which lies after step {step}")
+            remove_checkpoint(path)
+    cut_back(run, step)
+
+
+def _compare_versions(run: Path, provenance: Provenance, say: Say) -> None:
+    held, now = read_provenance(run).versions, provenance.versions
+    changed = [f"{name} {version} -> {now.get(name)}" for name, version in held.items() if now.get(name) != version]
+    if changed:
+        say.warn(
+            f"{run} was begun with other versions ({', '.join(changed)}): its bits may differ from an uninterrupted run's"
+        )
