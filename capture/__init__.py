@@ -1,0 +1,1 @@
+"""Stage one, a verb: conversations -> samples -> plan -> target forward -> shards; and the target's answers."""

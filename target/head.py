@@ -1,0 +1,123 @@
+"""The target's head: what of its arithmetic a draft must repeat, its weights for training, and its top-k distribution.
+
+Shape suffixes: R rows (positions), H hidden size, V vocabulary, K top-k, b sequences, T positions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from schemas.errors import TargetError
+from target.load import Target
+
+# Float32 logits of a slice, a few copies of which are alive at once: 16 MB stay in a CPU's cache, 256 MB fill a GPU.
+SLICE_VALUES_CPU, SLICE_VALUES_GPU = 1 << 22, 1 << 26
+# The product of these model types' config.logits_scaling and the logits is taken; all others divide by it.
+MULTIPLYING = ("hyperclovax",)
+
+
+@dataclass(frozen=True)
+class HeadTraits:
+    """Row * embedding_scale enters the first layer; logits are softcap * tanh(head(h) * logit_scale / softcap)."""
+
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+def head_traits(config: Any) -> HeadTraits:
+    """The scales that the architecture applies around its embedding and head; `check_head` proves the logits'."""
+    kind = str(config.model_type)
+    embedding = getattr(config, "embedding_multiplier", None)
+    if embedding is None:
+        embedding = config.hidden_size**0.5 if "gemma" in kind else 1.0
+    scale = getattr(config, "lm_head_multiplier", None) or getattr(config, "logit_scale", None)
+    if scale is None and (divisor := getattr(config, "logits_scaling", None)) is not None:
+        scale = divisor if kind.startswith(MULTIPLYING) else 1.0 / divisor
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return HeadTraits(
+        float(embedding), float(1.0 if scale is None else scale), None if softcap is None else float(softcap)
+    )
+
+
+def logits_of(hidden_RH: Tensor, target: Target, traits: HeadTraits) -> Tensor:
+    """Logits [R, V] of the decoder's final output (after the final norm), in the target's data type."""
+    logits_RV: Tensor = target.lm_head(hidden_RH)
+    if traits.logit_scale != 1.0:
+        logits_RV = logits_RV * traits.logit_scale
+    if traits.logit_softcap is not None:
+        logits_RV = torch.tanh(logits_RV / traits.logit_softcap) * traits.logit_softcap
+    return logits_RV
+
+
+def topk_of(
+    hidden_RH: Tensor, target: Target, traits: HeadTraits, top_k: int, slice_rows: int | None = None
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """The next-token distribution after each row, a slice of rows at a time, from the decoder's final output.
+
+    Yields (rows, ids_RK int32, logprobs_RK float16, rest_R float32): the `top_k` most likely tokens, descending, their
+    natural log-probabilities over the full vocabulary, computed in float32, and the log of the probability outside them
+    (-inf where nothing is left).
+    """
+    vocabulary = int(target.lm_head.weight.shape[0])
+    values = SLICE_VALUES_CPU if hidden_RH.device.type == "cpu" else SLICE_VALUES_GPU
+    step = slice_rows or max(1, values // vocabulary)
+    for start in range(0, len(hidden_RH), step):
+        rows = slice(start, min(start + step, len(hidden_RH)))
+        logits_RV = logits_of(hidden_RH[rows], target, traits).float()
+        logprob_RV = torch.log_softmax(logits_RV, dim=-1)
+        top_RK, ids_RK = logprob_RV.topk(top_k, dim=-1)
+        rest_R = logprob_RV.scatter_(1, ids_RK, -torch.inf).logsumexp(dim=-1)
+        yield rows, ids_RK.int(), top_RK.half(), rest_R
+
+
+@torch.inference_mode()
+def check_head(target: Target, traits: HeadTraits) -> None:
+    """Compare our logits with the model's own on a few tokens; TargetError where this architecture does more to them.
+
+    Without it an unknown multiplier, soft cap or bias would be stored as wrong probabilities.
+    """
+    ids_bT = torch.arange(8, device=target.device)[None] % target.config.vocab_size
+    theirs_TV = target.model(input_ids=ids_bT, use_cache=False).logits[0].float()
+    ours_TV = logits_of(target.decoder(input_ids=ids_bT, use_cache=False).last_hidden_state[0], target, traits).float()
+    tolerance = 1e-4 if target.dtype == torch.float32 else 2e-2
+    if ours_TV.shape != theirs_TV.shape or (ours_TV - theirs_TV).abs().max() > tolerance * theirs_TV.abs().max():
+        raise TargetError(
+            f"{type(target.model).__name__} computes its logits in a way that is not known here (beyond scale and soft "
+            "cap): it is not supported"
+        )
+
+
+def head_file(target: Target, tied: bool) -> bytes:
+    """target/head.safetensors: embed_tokens.weight, lm_head.weight (absent when tied), norm.weight, as they are.
+
+    Raises TargetError where the model's head is not what a draft's runtime can use (a bias), or `tied` is not what the
+    config says.
+    """
+    embedding, head = target.model.get_input_embeddings().weight, target.lm_head
+    if getattr(head, "bias", None) is not None:
+        raise TargetError(
+            f"the head of {type(target.model).__name__} has a bias, which drafts' runtimes do not apply: it is not "
+            "supported"
+        )
+    same = head.weight.data_ptr() == embedding.data_ptr()
+    if same != tied:
+        raise TargetError(
+            f"config.json says tie_word_embeddings {tied}, but the loaded weights say {same}: correct the config"
+        )
+    tensors = {"embed_tokens.weight": embedding, "norm.weight": final_norm(target.decoder).weight}
+    if not tied:
+        tensors["lm_head.weight"] = head.weight
+    return bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
+
+
+def final_norm(decoder: nn.Module) -> Any:
+    """The norm after the last decoder layer. Raises TargetError where there is none of the usual names."""
+    for name in ("norm", "final_layernorm", "ln_f", "final_norm"):
+        if (module := getattr(decoder, name, None)) is not None:
+            return module
+    raise TargetError(f"{type(decoder).__name__} has no final norm of a known name: this architecture is not supported")

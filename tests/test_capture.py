@@ -1,0 +1,327 @@
+"""`capture` from options to a finished cache: what it holds, going on after a kill, and what it refuses."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from capture_fixtures import (
+    ROOT,
+    Recorder,
+    capture_options,
+    copy_tokenizer,
+    random_target,
+    shipped_rows,
+    talk,
+    write_jsonl,
+)
+
+from cache.read import open_cache
+from cache.write import CacheWriter
+from capture import run as run_module
+from capture.run import capture, dry_run
+from schemas.arrays import bytes_per_token
+from schemas.errors import CacheError, CaptureFault, DataError, OptionError, TargetError
+from schemas.options import CaptureOptions
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("capture")
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return random_target(folder / "tiny")
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return write_jsonl(folder / "rows.jsonl", shipped_rows(ROWS))
+
+
+@pytest.fixture(scope="module")
+def finished(folder, target, data):
+    """An uninterrupted capture of several shards."""
+    capture(capture_options(target, data, folder / "whole", layers=(0, 2)), Recorder())
+    return folder / "whole"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def test_a_finished_cache(finished, data, target):
+    cache = open_cache(str(finished))
+    manifest = cache.manifest
+    assert manifest.complete
+    assert manifest.totals.shards >= 3
+    assert manifest.identity.layers == (0, 2)
+    assert (manifest.identity.target.name, manifest.identity.dtype) == ("tiny", "float32")
+    assert (manifest.identity.mask_token_id, manifest.mask_token_source) == (3, "tokenizer")
+    (source,) = manifest.sources
+    assert (source.path, source.rows, source.kept) == (data, ROWS, ROWS)
+    assert source.sha256 == hashlib.sha256(Path(data).read_bytes()).hexdigest()
+    assert (
+        manifest.identity.tokenizer_sha256 == hashlib.sha256((Path(target) / "tokenizer.json").read_bytes()).hexdigest()
+    )
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (finished / "target" / name).read_bytes() == (Path(target) / name).read_bytes()
+    group = zarr.open_group(str(finished), mode="r")
+    assert group["hidden/2"].shape == (manifest.totals.shards * 1024, 32)
+    index = cache.index.to_pylist()
+    assert len(index) == ROWS
+    assert not (finished / "plan.parquet").exists()
+    for row in index:
+        rows = slice(row["offset"], row["offset"] + row["length"])
+        ids, mask = group["tokens/input_ids"][rows], group["tokens/loss_mask"][rows]
+        assert row["tokens_sha256"] == hashlib.sha256(ids.astype("<i4").tobytes() + mask.tobytes()).hexdigest()
+        assert row["supervised"] == mask.sum()
+
+
+def test_again_is_no_work(finished, folder, target, data, monkeypatch):
+    monkeypatch.setattr(run_module, "load_target", lambda *_: pytest.fail("the weights are not needed"))
+    monkeypatch.setattr(run_module, "collect", lambda *_: pytest.fail("the data needs no tokenising"))
+    before = contents(finished)
+    say = Recorder()
+    moved = shutil.copy(data, folder / "moved.jsonl")
+    manifest = capture(capture_options(target, str(moved), finished, layers=(2, 0)), say)
+    assert manifest.complete
+    assert "nothing to do" in say.notes[-1]
+    assert contents(finished) == before
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2])
+def test_going_on_gives_the_same_bytes(finished, folder, target, data, monkeypatch, stop_after):
+    out = folder / f"stopped-{stop_after}"
+    options = capture_options(target, data, out, layers=(0, 2))
+    commit, committed = CacheWriter.commit_shard, []
+
+    def stop(self, shard, arrays):
+        if len(committed) == stop_after:
+            raise StoppedError
+        committed.append(shard)
+        return commit(self, shard, arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheWriter, "commit_shard", stop)
+        with pytest.raises(StoppedError):
+            capture(options, Recorder())
+    assert (out / "plan.parquet").exists()
+    monkeypatch.setattr(run_module, "collect", lambda *_: pytest.fail("the plan is there: no tokenising again"))
+    say = Recorder()
+    capture(options, say)
+    shards = open_cache(str(finished)).manifest.totals.shards
+    assert f"{shards - stop_after} of {shards} shards to do" in say.notes[-1]
+    assert contents(out) == contents(finished)
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+import cache.store
+from capture_fixtures import Recorder, capture_options
+from capture.run import capture
+rename = os.rename
+for limit in map(int, sys.argv[1:]):
+    child = os.fork()  # spares each run its imports; no thread has been started yet
+    if not child:
+        renames = []
+        def counted(*names):
+            if len(renames) == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            renames.append(names)
+            rename(*names)
+        os.rename = counted
+        capture(capture_options({target!r}, {data!r}, Path({out!r}), layers=(0, 2)), Recorder())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, limit
+    assert not os.path.exists({out!r} + "/index.parquet"), limit
+"""
+
+
+def test_kill_dash_nine_at_any_object(finished, folder, target, data):
+    """Killed before one object after another appears; each run goes on where the last one was killed."""
+    out = folder / "killed"
+    script = KILLED.format(root=str(ROOT), tests=str(ROOT / "tests"), target=target, data=data, out=str(out))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script, *["0", "1", "7", "14", "20", "9", "8"]], env=environment, check=True)
+    with pytest.raises(CacheError):
+        open_cache(str(out))
+    capture(capture_options(target, data, out, layers=(0, 2)), Recorder())
+    assert contents(out) == contents(finished)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"layers": (0, 1)}, r"layers \(0, 2\).*asks for \(0, 1\)"),
+        ({"codec": "bf16"}, "codec 'f32'.*'bf16'"),
+        ({"max_length": 128}, "max_length 256.*128"),
+        ({"top_k": 4}, "top_k 8.*4"),
+        ({"mask_token_id": 2047}, "mask_token_id 3.*2047"),
+        ({"limit": 5}, "24 rows.*takes 5"),
+        ({"dtype": "bfloat16"}, "dtype 'float32'.*'bfloat16'"),
+        ({"shard_tokens": 2048}, "shard_tokens 1024.*2048"),
+    ],
+)
+def test_other_settings_are_refused_naming_both(finished, target, data, options, rule):
+    before = contents(finished)
+    for work in (capture, dry_run):
+        with pytest.raises(CacheError, match=rule) as caught:
+            work(capture_options(target, data, finished, **{"layers": (0, 2), **options}), Recorder())
+        assert "another --out" in str(caught.value)
+    assert contents(finished) == before
+
+
+def test_other_data_and_other_weights_are_refused(finished, folder, target, data):
+    other = write_jsonl(folder / "other.jsonl", shipped_rows(ROWS - 1))
+    with pytest.raises(CacheError, match="the data changed"):
+        capture(capture_options(target, other, finished, layers=(0, 2)), Recorder())
+    with pytest.raises(CacheError, match="1 data files, this command gives 2"):
+        capture(
+            capture_options(target, data, finished, layers=(0, 2)).model_copy(update={"data": (data, other)}),
+            Recorder(),
+        )
+    retrained = folder / "again" / "tiny"
+    shutil.copytree(target, retrained)
+    weights = bytearray((retrained / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (retrained / "model.safetensors").write_bytes(weights)
+    with pytest.raises(CacheError, match=r"target\.revision 'local-"):
+        capture(capture_options(str(retrained), data, finished, layers=(0, 2)), Recorder())
+
+
+def test_overwrite(finished, folder, target, data):
+    out = folder / "overwritten"
+    shutil.copytree(finished, out)
+    manifest = capture(capture_options(target, data, out, layers=(1,), overwrite=True), Recorder())
+    assert manifest.identity.layers == (1,)
+    say = Recorder()
+    assert capture(capture_options(target, data, out, layers=(1,), overwrite=True), say) == manifest
+    assert any("nothing to do" in note for note in say.notes), "overwriting replaces what differs, not what is the same"
+    assert not (out / "hidden" / "0").exists()
+    assert sorted(path.name for path in folder.glob("overwritten*")) == ["overwritten"]
+
+
+def test_dry_run_plans_and_writes_nothing(finished, folder, target, data, monkeypatch):
+    monkeypatch.setattr(run_module, "load_target", lambda *_: pytest.fail("the weights are not needed"))
+    out = folder / "dry"
+    numbers = dry_run(capture_options(target, data, out, layers=(0, 2)), Recorder())
+    assert not out.exists()
+    totals = open_cache(str(finished)).manifest.totals
+    assert numbers.manifest.totals == totals
+    assert numbers.manifest.identity == open_cache(str(finished)).manifest.identity
+    # ids, mask, two layers of 32 floats, 8 ids and 8 half floats, the rest.
+    assert bytes_per_token(numbers.manifest.identity)[0] == 4 + 1 + 2 * 32 * 4 + 8 * 4 + 8 * 2 + 4
+    assert numbers.free_bytes > 0
+
+
+def test_defaults_are_said(folder, target):
+    say = Recorder()
+    numbers = dry_run(CaptureOptions(target=target, out=str(folder / "none"), limit=30, max_length=256), say)
+    assert any("no --data given" in note for note in say.notes)
+    assert any("no --layers given: taking 1 of 4" in note for note in say.notes)
+    assert any("mask token: 3 (tokenizer)" in note for note in say.notes)
+    assert any("capture/data/conversations.jsonl: 30 of 30 rows kept" in note for note in say.notes)
+    assert (numbers.manifest.totals.samples, numbers.manifest.identity.shard_tokens) == (30, 65_536)
+
+
+def test_counts_are_reported(folder, target):
+    rows = [talk("a", "b c d"), talk("a", "b c d"), talk("x", "word " * 300), talk("no answer"), "no row"]
+    path = write_jsonl(folder / "mixed.jsonl", rows)
+    say = Recorder()
+    numbers = dry_run(
+        capture_options(target, path, folder / "none", skip_bad_rows=True, layers=(1,), val_fraction=1e-9), say
+    )
+    assert numbers.manifest.sources[0].skipped == {"duplicate": 1, "no assistant turn": 1, "not JSON": 1}
+    assert (numbers.manifest.totals.samples, numbers.truncated) == (2, 1)
+    assert any("2 of 5 rows kept" in note for note in say.notes)
+    assert any("1 samples cut at 256 tokens" in note for note in say.notes)
+    assert any("held-out" in warning for warning in say.warnings)
+
+
+def test_a_target_that_forgets_its_mask_token_resumes(folder, data, monkeypatch):
+    """An "unused special" mask token follows from the data, which a rerun does not read again."""
+    target = Path(random_target(folder / "maskless"))
+    copy_tokenizer(target)
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    del config["mask_token"]
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    options = capture_options(str(target), data, folder / "maskless-cache", layers=(1,))
+    manifest = capture(options, Recorder())
+    assert (manifest.identity.mask_token_id, manifest.mask_token_source) == (3, "unused special")
+    monkeypatch.setattr(run_module, "collect", lambda *_: pytest.fail("no tokenising again"))
+    assert capture(options, Recorder()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "rule"),
+    [
+        ({"target": "nobody/nothing"}, TargetError, "nobody/nothing"),
+        ({"layers": (4,)}, OptionError, "layer 4 is out of range"),
+        ({"layers": (1, 1)}, OptionError, "given twice"),
+        ({"mask_token_id": 2048}, OptionError, "2048 is out of range"),
+        ({"mask_token_id": -1}, OptionError, "-1 is out of range"),
+        ({"mask_token_id": 1}, OptionError, "occurs in the captured tokens"),
+        ({"top_k": 4096}, OptionError, "2048 tokens"),
+        ({"max_length": 2048}, OptionError, "--shard-tokens 2048"),
+        ({"codec": "fp8"}, OptionError, "fp8"),
+        ({"device": "toaster"}, OptionError, "toaster"),
+        ({"data": ("nowhere.jsonl",)}, DataError, "no such file"),
+    ],
+)
+def test_refusals_write_nothing(folder, target, data, options, error, rule):
+    out = folder / "refused"
+    with pytest.raises(error, match=rule) as caught:
+        capture(capture_options(target, data, out, layers=(0,)).model_copy(update=options), Recorder())
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+
+
+def test_an_out_that_is_something_else_is_refused(folder, target, data):
+    for name in ("occupied", "file"):
+        out = folder / name
+        if name == "file":
+            out.write_text("precious")
+        else:
+            out.mkdir()
+            (out / "precious").write_text("precious")
+        with pytest.raises(CacheError, match="--out"):
+            capture(capture_options(target, data, out, layers=(0,), overwrite=True), Recorder())
+    assert (folder / "occupied" / "precious").read_text() == (folder / "file").read_text() == "precious"
+
+
+def test_a_fault_of_the_target_leaves_no_complete_cache(folder, data):
+    from safetensors.torch import load_file, save_file
+
+    broken = Path(random_target(folder / "nan"))
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"][5] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises((CaptureFault, TargetError), match=r"layer 2|logits"):
+        capture(capture_options(str(broken), data, folder / "nan-cache", layers=(0, 2)), Recorder())
+    with pytest.raises(CacheError, match="complete"):
+        open_cache(str(folder / "nan-cache"))
+
+
+def test_progress_adds_up(finished, folder, target, data):
+    say = Recorder()
+    manifest = capture(capture_options(target, data, folder / "progress", layers=(0,)), say)
+    steps = [step for step in say.steps if step[0] == "capture"]
+    assert steps[-1] == ("capture", manifest.totals.tokens, manifest.totals.tokens)
+    assert np.all(np.diff([done for _, done, _ in steps]) > 0)
