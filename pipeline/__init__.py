@@ -1,0 +1,1 @@
+"""The face: command line, progress and reports. The only code that prints."""

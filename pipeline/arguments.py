@@ -1,0 +1,82 @@
+"""What is typed becomes options: lists, `--set key=value`, `--config`, and what several commands ask in the same words."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from schemas.errors import OptionError
+
+Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1 ...")]
+Dtype = Annotated[
+    str, typer.Option(help="The target's precision: auto (the checkpoint's), float32, bfloat16, float16.")
+]
+Attention = Annotated[
+    str, typer.Option(help="The target's attention: auto, or a name that transformers knows (sdpa, eager ...).")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run model code that comes with the target.")
+]
+
+
+def layer_list(text: str | None) -> tuple[int, ...] | None:
+    """ "1,9,17" as numbers; None stays None. OptionError names the part that is no number."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdigit():
+            raise OptionError(
+                f"--layers {text}: {part!r} is no layer number: write decoder layers from 0, as in --layers 1,9,17,25"
+            )
+    return tuple(int(part) for part in parts)
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that were given: those that are not None or empty, so that defaults stay in the schema alone."""
+    return {name: value for name, value in arguments.items() if value is not None and value != ()}
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """A YAML file that holds a mapping; OptionError otherwise."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise OptionError(f"--config {path}: {fault.strerror}: give a YAML file such as a run's config.yaml") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as fault:
+        raise OptionError(f"--config {path} is not YAML: {' '.join(str(fault).split())}") from None
+    if not isinstance(data or {}, dict):
+        raise OptionError(f"--config {path} holds a {type(data).__name__}, not sections such as draft: and optim:")
+    return data or {}
+
+
+def read_setting(text: str) -> tuple[list[str], Any]:
+    """ "optim.lr=1e-3" as (["optim", "lr"], 0.001); the value is YAML, so that null, true and [1, 2] mean what they say."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise OptionError(f"--set {text}: write section.key=value, as in --set optim.lr=1e-3")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise OptionError(f"--set {text}: {value!r} is no YAML value") from None
+    if isinstance(parsed, str):
+        # YAML 1.1 takes 1e-3 for text, since it has no dot; anyone who types it means the number.
+        with suppress(ValueError):
+            parsed = float(parsed)
+    return key.strip().split("."), parsed
+
+
+def merge(base: Mapping[str, Any], settings: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+    """`base` with each setting put in its place; a section that is no mapping is refused by the schema later."""
+    merged: dict[str, Any] = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
+    for path, value in settings:
+        place = merged
+        for section in path[:-1]:
+            if not isinstance(place.setdefault(section, {}), dict):
+                raise OptionError(f"--set {'.'.join(path)}: {section} holds no settings of its own")
+            place = place[section]
+        place[path[-1]] = value
+    return merged

@@ -1,0 +1,108 @@
+"""Stage one: `dflash regenerate` and `dflash capture`."""
+
+from typing import Annotated
+
+import typer
+
+from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, given, layer_list
+from pipeline.console import Console
+from schemas.errors import OptionError
+from schemas.options import CaptureOptions, RegenerateOptions
+from schemas.strict import parse
+
+
+def capture(
+    target: Annotated[
+        str, typer.Option(help="A model's folder, or its name on the Hub: Qwen3-8B means Qwen/Qwen3-8B.")
+    ],
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Decoder layers to keep, from 0: 1,9,17,25. By default spread for a draft of 5 layers."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Conversations (JSONL); may be given several times. By default those shipped."),
+    ] = None,
+    out: Annotated[
+        str, typer.Option(help="Where the cache goes; the same command again goes on with an unfinished one.")
+    ] = "hs.zarr",
+    codec: Annotated[str, typer.Option(help="How hidden states are stored: bf16 or f32.")] = "bf16",
+    top_k: Annotated[int, typer.Option(help="How many next-token log-probabilities to keep per token.")] = 64,
+    max_length: Annotated[int, typer.Option(help="Longer samples are cut, and counted as truncated.")] = 4096,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of the prompts that is held out, chosen by the prompt's hash.")
+    ] = 0.02,
+    shard_tokens: Annotated[
+        int | None, typer.Option(help="Rows of a shard, the unit of work and recovery. By default about 1 GiB.")
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of one forward pass, padding included.")] = 16_384,
+    limit: Annotated[int | None, typer.Option(help="Take at most this many rows of the data.")] = None,
+    mask_token_id: Annotated[
+        int | None, typer.Option(help="The id that stands for a token to be drafted. By default found.")
+    ] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Count and leave out malformed rows instead of stopping.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a cache of other settings or data that is in --out.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan only: print samples, tokens, bytes, shards and free disk.")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    attn: Attention = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Run the frozen target once and write its hidden states, top-k logits and loss masks into a cache."""
+    options = parse(
+        CaptureOptions,
+        given(
+            target=target, layers=layer_list(layers), data=tuple(data or ()), out=out, codec=codec, top_k=top_k,
+            max_length=max_length, val_fraction=val_fraction, shard_tokens=shard_tokens, batch_tokens=batch_tokens,
+            limit=limit, mask_token_id=mask_token_id, skip_bad_rows=skip_bad_rows, overwrite=overwrite, device=device,
+            dtype=dtype, attn=attn, trust_remote_code=trust_remote_code,
+        ),
+        "capture",
+        OptionError,
+    )  # fmt: skip
+    from capture import run
+    from pipeline.inspect import plan_text, summary_text
+
+    with Console() as say:
+        if dry_run:
+            print(plan_text(run.dry_run(options, say)))
+            return
+        print(summary_text(out, run.capture(options, say)))
+
+
+def regenerate(
+    target: Annotated[str, typer.Option(help="A model's folder, or its name on the Hub.")],
+    prompts: Annotated[str, typer.Option(help="JSONL with `messages`, `turns` or `prompt` in each row.")],
+    out: Annotated[
+        str, typer.Option(help="The conversations, with their ids; the same command again does what is missing.")
+    ],
+    max_new_tokens: Annotated[
+        int, typer.Option(help="An answer longer than this is cut, and recorded as not finished.")
+    ] = 512,
+    limit: Annotated[int | None, typer.Option(help="Answer at most this many prompts.")] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of one batch, prompts and answers.")] = 16_384,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    attn: Attention = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Answer prompts with the target itself, greedily: a draft learns best from what its target says."""
+    options = parse(
+        RegenerateOptions,
+        given(
+            target=target, prompts=prompts, out=out, max_new_tokens=max_new_tokens, limit=limit, batch_tokens=batch_tokens,
+            device=device, dtype=dtype, attn=attn, trust_remote_code=trust_remote_code,
+        ),
+        "regenerate",
+        OptionError,
+    )  # fmt: skip
+    from capture.regenerate import regenerate as answer
+
+    with Console() as say:
+        answer(options, say)

@@ -1,0 +1,66 @@
+"""The console script `dflash`: one command per stage. Nothing here imports torch, so that help and mistakes answer at once."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from pipeline import capture_commands, measure_commands, train_command
+from schemas.errors import DflashError
+
+app = typer.Typer(
+    name="dflash",
+    help="Capture a frozen LLM's hidden states once, train any number of DFlash drafts from them, and measure what they accept.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (
+    capture_commands.regenerate,
+    capture_commands.capture,
+    train_command.train,
+    measure_commands.evaluate,
+    measure_commands.inspect,
+    measure_commands.compare,
+):
+    app.command()(command)
+
+# What typer raises for arguments that do not fit: the common base of its unknown options, bad values and missing ones.
+UsageFault: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `dflash` and exit: 0 done, 2 the user's input, 1 other faults, 143 after SIGTERM."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = with_resume_value([word for word in words if word != "--debug"])
+    try:
+        code = app(words, prog_name="dflash", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except DflashError as fault:
+        _fail(str(fault), fault.exit_code, debug)
+    except UsageFault as fault:
+        message = fault.format_message() if hasattr(fault, "format_message") else str(fault)
+        _fail(f"{message.rstrip('.')}: see `dflash {words[0] if words else ''} --help`", 2, debug)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; the same command goes on where it stopped (train: add --resume)", 130, debug)
+
+
+def with_resume_value(words: Sequence[str]) -> list[str]:
+    """`--resume` alone means the newest checkpoint; typer has no option whose value may be left out."""
+    filled = []
+    for position, word in enumerate(words):
+        filled.append(word)
+        following = words[position + 1] if position + 1 < len(words) else "--"
+        if word == "--resume" and following.startswith("--"):
+            filled.append(train_command.NEWEST)
+    return filled
+
+
+def _fail(message: str, code: int, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

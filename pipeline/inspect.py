@@ -1,0 +1,144 @@
+"""`dflash inspect`: what a cache holds, in words; and the words for a plan and for a finished capture."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schemas.arrays import bytes_per_token
+from schemas.manifest import Identity, Manifest, Source, Totals
+
+if TYPE_CHECKING:
+    from capture.run import DryRun
+
+
+def rows_text(rows: Iterable[tuple[str, str]], indent: str = "  ") -> str:
+    """Two aligned columns."""
+    pairs = list(rows)
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"{indent}{name:<{width}}  {value}" for name, value in pairs)
+
+
+def size_text(count: float) -> str:
+    """Bytes for people: 1,536 is "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def totals_rows(identity: Identity, totals: Totals) -> list[tuple[str, str]]:
+    """The lines that a plan and a cache share."""
+    all_bytes, hidden_bytes = bytes_per_token(identity)
+    rows = totals.shards * identity.shard_tokens
+    fill = totals.tokens / rows if rows else 0.0
+    return [
+        ("target", f"{identity.target.name} ({', '.join(identity.target.architectures)}, {identity.dtype})"),
+        ("layers", f"{', '.join(map(str, identity.layers))} of {identity.target.num_hidden_layers}"),
+        (
+            "codec",
+            f"{identity.codec}: {hidden_bytes:,} bytes of hidden states a token, {all_bytes:,} with tokens and top-{identity.top_k}",
+        ),
+        ("samples", f"{totals.samples:,}, of which {totals.val_samples:,} held out"),
+        ("tokens", f"{totals.tokens:,}, of which {totals.supervised:,} supervised"),
+        ("shards", f"{totals.shards:,} of {identity.shard_tokens:,} rows, {fill:.1%} filled"),
+        ("bytes", f"{size_text(rows * all_bytes)} ({rows * all_bytes:,})"),
+    ]
+
+
+def sources_text(sources: Sequence[Source]) -> str:
+    """Where the samples come from: every row is kept or counted under a reason."""
+    lines = ["data"]
+    for source in sources:
+        skipped = "".join(f", {count:,} {reason}" for reason, count in source.skipped.items())
+        lines.append(f"  {source.path}: {source.rows:,} rows, {source.kept:,} kept{skipped}")
+    return "\n".join(lines)
+
+
+def plan_text(plan: "DryRun") -> str:
+    """What `dflash capture --dry-run` prints: the plan and the disk it would need."""
+    manifest = plan.manifest
+    rows = [
+        *totals_rows(manifest.identity, manifest.totals),
+        ("free disk", size_text(plan.free_bytes)),
+        ("cut", f"{plan.truncated:,} samples at {manifest.identity.max_length:,} tokens"),
+        ("mask token", f"{manifest.identity.mask_token_id} ({manifest.mask_token_source})"),
+    ]
+    return "\n".join(["plan (nothing was written)", rows_text(rows), sources_text(manifest.sources)])
+
+
+def summary_text(path: str, manifest: Manifest) -> str:
+    """One line for a finished capture."""
+    totals = manifest.totals
+    return (
+        f"{path}: {totals.samples:,} samples, {totals.tokens:,} tokens, layers {', '.join(map(str, manifest.identity.layers))}, "
+        f"{totals.shards} shards, complete"
+    )
+
+
+def inspect_text(path: str, sample: int, width: int) -> str:
+    """The whole of `dflash inspect`: manifest, sizes and one decoded sample. Raises CacheError, CacheDamaged, OptionError."""
+    from cache.read import open_cache
+    from schemas.errors import OptionError
+
+    cache = open_cache(path)
+    manifest = cache.manifest
+    if not 0 <= sample < len(cache.index):
+        raise OptionError(f"--sample {sample}: {path} holds samples 0 to {len(cache.index) - 1}")
+    identity = manifest.identity
+    disk = sum(item.stat().st_size for item in Path(path).rglob("*") if item.is_file())
+    rows = [
+        *totals_rows(identity, manifest.totals),
+        ("on disk", f"{size_text(disk)} ({disk:,} bytes)"),
+        ("mask token", f"{identity.mask_token_id} ({manifest.mask_token_source})"),
+        (
+            "max length",
+            f"{identity.max_length:,} tokens; {sum(cache.index['truncated'].to_pylist()):,} samples were cut",
+        ),
+        ("tokenizer", f"sha256 {identity.tokenizer_sha256[:16]}, template {identity.chat_template_sha256[:16]}"),
+        ("target config", f"sha256 {identity.target.config_sha256[:16]}, revision {identity.target.revision}"),
+        ("made with", ", ".join(f"{name} {value}" for name, value in manifest.record.items())),
+    ]
+    return "\n".join(
+        [
+            f"{path}: hidden-state cache, format {manifest.version}",
+            rows_text(rows),
+            sources_text(manifest.sources),
+            "",
+            *_sample_lines(cache, sample, width),
+        ]
+    )
+
+
+def _sample_lines(cache: Any, sample: int, width: int) -> list[str]:
+    from transformers import AutoTokenizer
+
+    row = cache.index.slice(sample, 1).to_pylist()[0]
+    ids, mask = cache.tokens(row["offset"], row["length"])
+    tokenizer = AutoTokenizer.from_pretrained(cache.target_folder)
+    lines = [
+        f"sample {sample}: {row['sample_id']} ({row['split']}, {row['length']} tokens, {row['supervised']} supervised, "
+        f"shard {row['shard']}); supervised text stands in ⟦ ⟧"
+    ]
+    return [*lines, *_wrap(marked_text(tokenizer, ids.tolist(), mask.tolist()), width)]
+
+
+def marked_text(tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]) -> str:
+    """The decoded sample, special tokens visible, each supervised run in ⟦ ⟧."""
+    parts, start = [], 0
+    while start < len(ids):
+        end = start
+        while end < len(ids) and mask[end] == mask[start]:
+            end += 1
+        text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        parts.append(f"⟦{text}⟧" if mask[start] else text)
+        start = end
+    return "".join(parts)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines = []
+    for line in text.split("\n"):
+        pieces = [line[start : start + width - 2] for start in range(0, len(line), width - 2)] or [""]
+        lines += [f"  {piece}" for piece in pieces]
+    return lines

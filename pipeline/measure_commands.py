@@ -1,0 +1,131 @@
+"""What came out: `dflash evaluate`, `dflash inspect` and `dflash compare`."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, given
+from pipeline.console import Console
+from pipeline.inspect import rows_text
+from schemas.errors import OptionError
+from schemas.options import EvaluateOptions
+from schemas.strict import parse
+
+JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON, too.")]
+
+
+def evaluate(
+    draft: Annotated[str, typer.Option(help="A run's folder, or a draft's.")],
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Held-out samples: alone for acceptance without the target, with --target for their prompts."
+        ),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Decode for real with this target.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="With --target: JSONL with `messages`, `turns` or `prompt`.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="val or train.")] = "val",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer when decoding.")] = 512,
+    limit: Annotated[int | None, typer.Option(help="At most this many samples or prompts.")] = None,
+    through_codec: Annotated[
+        bool,
+        typer.Option(help="Decoding with --cache: pass the target's states through its codec, as training saw them."),
+    ] = True,
+    lengths: Annotated[
+        bool, typer.Option("--lengths", help="Add the accepted tokens of every block to the JSON.")
+    ] = False,
+    json: JsonFile = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    attn: Attention = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Say how many tokens a draft gets accepted: from the cache alone, or by decoding with the target."""
+    options = parse(
+        EvaluateOptions,
+        given(
+            draft=draft, cache=cache, target=target, prompts=prompts, split=split, max_new_tokens=max_new_tokens, limit=limit,
+            through_codec=through_codec, lengths=lengths, device=device, dtype=dtype, attn=attn, trust_remote_code=trust_remote_code,
+        ),
+        "evaluate",
+        OptionError,
+    )  # fmt: skip
+    from pipeline.evaluate import evaluate as run_evaluation
+
+    with Console() as say:
+        figures = run_evaluation(options, json, say)
+    print(figures_text(figures))
+
+
+def figures_text(figures: dict[str, Any]) -> str:
+    """An evaluation in words, headline first."""
+    rows: list[tuple[str, str]] = []
+    for name in ("walk", "uniform", "decoded"):
+        if name in figures:
+            part = figures[name]
+            rows.append(
+                (
+                    name,
+                    f"{part['acceptance']:.3f} tokens a block ({part['accepted']:,} drafted tokens accepted in {part['blocks']:,} blocks)",
+                )
+            )
+    if backbone := figures.get("backbone"):
+        rows.append(
+            (
+                "backbone alone",
+                f"walk {backbone['walk']['acceptance']:.3f}, uniform {backbone['uniform']['acceptance']:.3f}",
+            )
+        )
+    if "candidate_recall" in figures:
+        rows.append(("candidate recall", f"{figures['candidate_recall']:.3f}"))
+    if "accuracy_per_slot" in figures:
+        rows.append(
+            (
+                "accuracy by slot",
+                " ".join("-" if value is None else f"{value:.2f}" for value in figures["accuracy_per_slot"]),
+            )
+        )
+    if "loss" in figures:
+        rows.append(("loss", f"{figures['loss']:.4f}"))
+    if lossless := figures.get("lossless"):
+        rows.append(
+            ("lossless", f"{lossless['equal']} of {lossless['prompts']} prompts equal to plain greedy decoding")
+        )
+    if "speedup" in figures:
+        rows.append(("speed-up", f"{figures['speedup']:.2f}x of plain greedy decoding, wall time"))
+    return "\n".join([figures["draft"], rows_text(rows)])
+
+
+def inspect(
+    cache: Annotated[str, typer.Argument(help="A complete cache.")],
+    sample: Annotated[int, typer.Option(help="Which sample to decode.")] = 0,
+    json: JsonFile = None,
+) -> None:
+    """Show what a cache holds: its manifest, its sizes and a sample with the supervised tokens marked."""
+    from cache.layout import read_root
+    from cache.store import LocalStore
+    from pipeline.inspect import inspect_text
+    from pipeline.results import write_json
+
+    print(inspect_text(cache, sample, shutil.get_terminal_size((120, 24)).columns))
+    if json is not None:
+        write_json(Path(json), read_root(LocalStore(Path(cache))).model_dump(mode="json"))
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="Run folders that `dflash evaluate` measured.")],
+    json: JsonFile = None,
+) -> None:
+    """Put the figures of several runs side by side."""
+    from pipeline.compare import compare as records_of
+    from pipeline.compare import compare_text
+    from pipeline.results import write_json
+
+    records = records_of(runs)
+    print(compare_text(records))
+    if json is not None:
+        write_json(Path(json), {"runs": records})

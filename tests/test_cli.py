@@ -1,0 +1,141 @@
+"""The face: help, options, and one `error:` line with the right exit code for each mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from cache_fixtures import make_cache
+
+from pipeline.arguments import layer_list, merge, read_setting
+from pipeline.cli import main, with_resume_value
+from pipeline.compare import compare_text
+from pipeline.train_command import train_options
+from schemas.errors import OptionError
+
+
+def run(*words: str, code: int, capsys) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    out, err = capsys.readouterr()
+    assert caught.value.code == code, err
+    return out, err
+
+
+def error_line(*words: str, capsys, code: int = 2) -> str:
+    _, err = run(*words, code=code, capsys=capsys)
+    lines = err.strip().splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], err
+    assert "Traceback" not in err
+    return lines[-1]
+
+
+def test_importing_the_cli_does_not_import_torch():
+    script = "import sys, pipeline.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["capture", "regenerate", "train", "evaluate", "inspect", "compare"])
+def test_every_command_has_help(command, capsys):
+    out, _ = run(command, "--help", code=0, capsys=capsys)
+    assert "Usage: dflash" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["capture"], "--target"),
+        (["capture", "--target", "x", "--layerz", "1"], "--layerz"),
+        (["capture", "--target", "x", "--top-k", "many"], "--top-k"),
+        (["capture", "--target", "x", "--layers", "1,two"], "'two' is no layer number"),
+        (["capture", "--target", "x", "--codec", "float16"], "codec"),
+        (["capture", "--target", "no/such/model/at/all"], "no/such/model/at/all"),
+        (["train"], "--cache"),
+        (["train", "--cache", "nowhere.zarr"], "nowhere.zarr is no hidden-state cache"),
+        (["train", "--cache", "x", "--set", "optim.lr"], "section.key=value"),
+        (["train", "--cache", "x", "--set", "optim.speed=3"], "optim.speed: unknown key"),
+        (["train", "--cache", "x", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "--cache", "x", "--draft", "eagle"], "draft.kind"),
+        (["evaluate", "--draft", "x"], "evaluate needs --cache"),
+        (["evaluate", "--draft", "nowhere", "--cache", "y"], "nowhere"),
+        (["evaluate", "--draft", "x", "--target", "t"], "--prompts or --cache"),
+        (["inspect", "nowhere.zarr"], "nowhere.zarr"),
+        (["compare", "nowhere"], "nowhere"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(words, message, capsys):
+    assert message in error_line(*words, capsys=capsys)
+
+
+def test_debug_shows_the_traceback(capsys):
+    _, err = run("inspect", "nowhere.zarr", "--debug", code=2, capsys=capsys)
+    assert "Traceback" in err
+    assert err.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_layers_are_numbers():
+    assert layer_list("1, 9,17") == (1, 9, 17)
+    assert layer_list(None) is None
+    for text in ("", "1,,2", "-1", "1.5"):
+        with pytest.raises(OptionError):
+            layer_list(text)
+
+
+def test_settings_are_yaml_values():
+    assert read_setting("optim.lr=1e-3") == (["optim", "lr"], 0.001)
+    assert read_setting("loss.gamma=null") == (["loss", "gamma"], None)
+    assert read_setting("optim.betas=[0.9, 0.99]") == (["optim", "betas"], [0.9, 0.99])
+    assert read_setting("draft.kind=dflash2") == (["draft", "kind"], "dflash2")
+    assert merge({"optim": {"lr": 1, "clip": 2}}, [(["optim", "lr"], 3)]) == {"optim": {"lr": 3, "clip": 2}}
+
+
+def test_options_of_a_run_in_order_of_precedence(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("draft: {kind: dflash, num_layers: 3}\nrun: {epochs: 4, log_every: 7}\noptim: {lr: 0.002}\n")
+    options = train_options(str(path), "dflash2", ["optim.lr=1e-3", "run.log_every=9"], (1, 3), 50, None, None)
+    assert (options.draft.kind, options.draft.num_layers) == ("dflash2", 3)
+    assert (options.optim.lr, options.run.log_every) == (0.001, 9)
+    assert (options.run.steps, options.run.epochs, options.run.layers) == (50, None, (1, 3))
+
+
+def test_resume_may_stand_without_a_value():
+    assert with_resume_value(["train", "--resume", "--cache", "x"]) == ["train", "--resume", "newest", "--cache", "x"]
+    assert with_resume_value(["train", "--resume"]) == ["train", "--resume", "newest"]
+    assert with_resume_value(["train", "--resume", "step-000005"]) == ["train", "--resume", "step-000005"]
+
+
+def test_inspect_shows_manifest_sizes_and_writes_json(tmp_path, capsys, tiny_chat):
+    writer = make_cache(tmp_path / "hs.zarr")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        with open(f"{tiny_chat}/{name}", "rb") as file:
+            writer.put_file(f"target/{name}", file.read())
+    out, _ = run("inspect", str(tmp_path / "hs.zarr"), "--json", str(tmp_path / "m.json"), code=0, capsys=capsys)
+    assert "12, of which 3 held out" in out
+    assert "3 of 64 rows" in out
+    assert "0, 2, 3 of 6" in out
+    assert "⟦" in out
+    assert json.loads((tmp_path / "m.json").read_text())["totals"]["samples"] == 12
+    assert "holds samples 0 to 11" in error_line("inspect", str(tmp_path / "hs.zarr"), "--sample", "12", capsys=capsys)
+
+
+def test_compare_prints_the_table():
+    record = {
+        "run": "runs/a",
+        "kind": "dflash",
+        "params": 1234567,
+        "uniform": 1.6834,
+        "walk": 1.4,
+        "decoded": None,
+        "speedup": None,
+        "lossless": None,
+    }
+    full = {**record, "kind": "dflash2", "decoded": 1.8, "speedup": 1.25, "lossless": {"equal": 47, "prompts": 48}}
+    lines = compare_text([record, full]).splitlines()
+    assert lines[0].split("   ")[0] == "draft"
+    assert "acceptance, from the cache" in lines[0]
+    assert lines[2].split() == ["dflash", "1,234,567", "1.683", "1.400", "-", "-", "-"]
+    assert lines[3].split() == ["dflash2", "1,234,567", "1.683", "1.400", "1.800", "1.25x", "47/48", "prompts"]
+    assert lines[1].index("uniform") == lines[2].index("1.683")
+    assert lines[1].index("walk") == lines[2].index("1.400")
+    assert lines[0].index("decoded") == lines[3].index("1.800")
