@@ -47,8 +47,8 @@ TARGET_demo := demo/tiny-chat
 LAYERS_demo := 1,2,4
 ANSWER_demo := 96
 TRAIN_demo := --config demo/tiny.yaml
-STEPS_demo_dflash := 600
-STEPS_demo_dflash2 := 600
+STEPS_demo_dflash := 500
+STEPS_demo_dflash2 := 500
 
 TARGET_smollm2 := work/smollm2/model
 LAYERS_smollm2 := 1,10,19,28

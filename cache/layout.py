@@ -1,12 +1,10 @@
 """The Zarr group of a cache: its metadata documents, and the arrays that plain Zarr sees."""
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import zarr
 from zarr.codecs import Crc32cCodec
-from zarr.storage import LocalStore as ZarrStore
 from zarr.storage import MemoryStore
 
 from cache.store import LocalStore
@@ -67,11 +65,3 @@ def read_root(store: LocalStore) -> Manifest:
         raise CacheError(f"{where}/zarr.json is not JSON ({fault}): the cache is damaged; capture again") from None
     attributes = document.get("attributes") if isinstance(document, dict) else None
     return read_manifest(attributes if isinstance(attributes, dict) else {}, where)
-
-
-def open_arrays(store: LocalStore, names: Iterable[str]) -> dict[str, zarr.Array]:
-    """The named arrays as plain Zarr sees them, read only. Opened once: opening costs as much as a small read."""
-    group = zarr.open_group(ZarrStore(store.root, read_only=True), mode="r")
-    arrays = {name: group[name] for name in names}
-    assert all(isinstance(array, zarr.Array) for array in arrays.values())
-    return arrays  # type: ignore[return-value]

@@ -14,15 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import zarr
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cache.chunks import ChunkReader
 from cache.codecs import check_codec, decode
 from cache.head import TargetHead
-from cache.layout import open_arrays, read_root
+from cache.layout import read_root
 from cache.store import LocalStore
 from cache.write import INDEX, read_record
 from schemas.arrays import ArraySpec, array_specs
@@ -41,7 +40,7 @@ class Cache:
     manifest: Manifest
     layers: tuple[int, ...]
     index: pa.Table
-    arrays: dict[str, zarr.Array]
+    arrays: dict[str, ChunkReader]
 
     @property
     def path(self) -> str:
@@ -64,19 +63,22 @@ class Cache:
 
     def tokens(self, offset: int, length: int) -> tuple[Tensor, Tensor]:
         """Input ids (int64 [n]) and loss mask (bool [n]) of rows offset .. offset + length - 1."""
-        ids, mask = self._rows("tokens/input_ids", offset, length), self._rows("tokens/loss_mask", offset, length)
+        ids, mask = (
+            self.arrays["tokens/input_ids"].rows(offset, length),
+            self.arrays["tokens/loss_mask"].rows(offset, length),
+        )
         return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool))
 
     def hidden(self, offset: int, length: int, layers: Sequence[int]) -> Tensor:
         """Hidden states [n, L, H] of the layers asked for, in that order: float32 for codec f32, else bfloat16."""
         codec = self.manifest.identity.codec
-        per_layer = [decode({"hidden": self._rows(f"hidden/{layer}", offset, length)}, codec) for layer in layers]
+        per_layer = [decode({"hidden": self.arrays[f"hidden/{layer}"].rows(offset, length)}, codec) for layer in layers]
         return torch.stack(per_layer, dim=1)
 
     def topk(self, offset: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top-k ids (int64 [n, K]), their log-probabilities (float32 [n, K]), and the log of the rest (float32 [n])."""
         names = ("logits/topk_ids", "logits/topk_logprobs", "logits/rest_logprob")
-        ids, logprobs, rest = (self._rows(name, offset, length) for name in names)
+        ids, logprobs, rest = (self.arrays[name].rows(offset, length) for name in names)
         return (
             torch.from_numpy(ids.astype(np.int64)),
             torch.from_numpy(logprobs.astype(np.float32)),
@@ -93,15 +95,6 @@ class Cache:
         embed_VH = weights["embed_tokens.weight"].float()
         lm_head_VH = weights["lm_head.weight"].float() if "lm_head.weight" in weights else embed_VH
         return TargetHead(embed_VH, lm_head_VH, target.embedding_scale, target.logit_scale, target.logit_softcap)
-
-    def _rows(self, name: str, offset: int, length: int) -> NDArray[Any]:
-        try:
-            return np.asarray(self.arrays[name][offset : offset + length])
-        except ValueError as fault:
-            shard = offset // self.manifest.identity.shard_tokens
-            raise CacheDamaged(
-                f"{self.path}: {name}, shard {shard}: {fault}: the shard is corrupt; capture again"
-            ) from None
 
 
 def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
@@ -128,7 +121,7 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
     unread = {f"hidden/{layer}" for layer in held if layer not in chosen}
     specs = [spec for spec in array_specs(manifest.identity, manifest.totals.shards) if spec.name not in unread]
     _check_objects(store, manifest, specs)
-    arrays = open_arrays(store, [spec.name for spec in specs])
+    arrays = {spec.name: ChunkReader(store, spec) for spec in specs}
     return Cache(store, manifest, chosen, _read_index(store, manifest), arrays)
 
 

@@ -1,5 +1,6 @@
 """The console script `dflash`: one command per stage. Nothing here imports torch, so that help and mistakes answer at once."""
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `dflash` and exit: 0 done, 2 the user's input, 1 other faults, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    if not sys.stderr.isatty():
+        # Libraries draw bars of their own, which a log holds as one endless line.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     words = with_resume_value([word for word in words if word != "--debug"])
     try:
         code = app(words, prog_name="dflash", standalone_mode=False)

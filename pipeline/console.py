@@ -1,6 +1,5 @@
 """Progress and notes on standard error: a bar on a terminal, plain lines in a log. Results go to standard output."""
 
-import os
 import sys
 import time
 from types import TracebackType
@@ -22,9 +21,6 @@ class Console:
         self._line_at: dict[str, float] = {}
 
     def __enter__(self) -> "Console":
-        if not self._rich.is_terminal:
-            # Libraries draw bars of their own, which a log holds as one endless line.
-            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         return self
 
     def __exit__(

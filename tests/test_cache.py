@@ -70,6 +70,28 @@ def test_any_rows_of_any_layers_are_what_was_written(cached, data):
     )
 
 
+def test_every_array_reads_as_plain_zarr_reads_it(cached):
+    path, _ = cached
+    group, cache = zarr.open_group(str(path), mode="r"), open_cache(str(path))
+    draw = np.random.default_rng(0)
+    for name, reader in cache.arrays.items():
+        for _ in range(20):
+            offset = int(draw.integers(0, 192))
+            length = int(draw.integers(1, 193 - offset))
+            np.testing.assert_array_equal(reader.rows(offset, length), group[name][offset : offset + length])
+
+
+@pytest.mark.parametrize("where", [0, -1, -20])
+def test_any_flipped_byte_of_a_shard_is_seen(cached, tmp_path, where):
+    path = copy(cached[0], tmp_path)
+    victim = path / "hidden/2/c/1/0"
+    data = bytearray(victim.read_bytes())
+    data[where] ^= 1
+    victim.write_bytes(bytes(data))
+    with pytest.raises(CacheDamaged, match=r"hidden/2, shard 1: .*checksum"):
+        open_cache(str(path)).hidden(64, 64, [2])
+
+
 def test_bf16_rounds_to_the_nearest():
     hidden = torch.randn(100, 8)
     stored = torch.from_numpy(encode(hidden, "bf16")["hidden"].view(np.int16)).view(torch.bfloat16)

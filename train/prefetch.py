@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
+import torch
+
 Item = TypeVar("Item")
 
 
@@ -49,6 +51,8 @@ class Prefetch(Generic[Item]):
         return item
 
     def _read(self) -> None:
+        # A second pool of compute threads would spin beside the trainer's and slow its steps by half.
+        torch.set_num_threads(1)
         try:
             for item in self._source:
                 if not self._offer((item, None)):
