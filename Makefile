@@ -6,7 +6,7 @@ RUNTIME := .runtime
 DFLASH := $(BIN)/dflash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint demo demo-smollm2 clean
+.PHONY: help setup test test-slow bench lint demo demo-smollm2 clean
 .DELETE_ON_ERROR:
 # The stages use every core themselves.
 .NOTPARALLEL:
@@ -31,6 +31,10 @@ test: setup ## run the tests (not the slow ones)
 
 test-slow: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+bench: setup ## measure reading and capturing, as ratios in the same run (on an otherwise idle machine)
+	$(BIN)/python benchmarks/reading.py
+	$(BIN)/python benchmarks/capturing.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
