@@ -18,7 +18,7 @@ def check_codec(codec: Codec) -> Codec:
     """The codec, or OptionError where this version of the program cannot write or read it yet."""
     if codec not in AVAILABLE:
         raise OptionError(
-            f"--codec {codec}: the format defines it, this version writes and reads {', '.join(AVAILABLE)}: use one of them"
+            f"codec {codec}: the format defines it, this version writes and reads {', '.join(AVAILABLE)}: use one of them"
         )
     return codec
 

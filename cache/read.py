@@ -122,7 +122,7 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
     specs = [spec for spec in array_specs(manifest.identity, manifest.totals.shards) if spec.name not in unread]
     _check_objects(store, manifest, specs)
     arrays = {spec.name: ChunkReader(store, spec) for spec in specs}
-    return Cache(store, manifest, chosen, _read_index(store, manifest), arrays)
+    return Cache(store, manifest, chosen, read_index(store, manifest), arrays)
 
 
 def _check_objects(store: LocalStore, manifest: Manifest, specs: Sequence[ArraySpec]) -> None:
@@ -140,7 +140,8 @@ def _check_objects(store: LocalStore, manifest: Manifest, specs: Sequence[ArrayS
                 raise CacheDamaged(f"{store.root}/{key} is {state}: the cache is damaged; capture again")
 
 
-def _read_index(store: LocalStore, manifest: Manifest) -> pa.Table:
+def read_index(store: LocalStore, manifest: Manifest) -> pa.Table:
+    """The first `totals.samples` rows of index.parquet. Raises CacheDamaged, or CacheError for other columns."""
     try:
         table = pq.read_table(store.path(INDEX))
     except (OSError, pa.ArrowException) as fault:

@@ -4,11 +4,12 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cache.checksum import crc32c
-from schemas.errors import DflashError
+from schemas.errors import DflashError, OptionError
 from schemas.records import ObjectRecord
 
 TEMPORARY = ".tmp-"
@@ -23,16 +24,31 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def check_place(path: str) -> None:
+    """OptionError where nothing can be written at the `--out` path: it lies below a file, or its folder refuses."""
+    place = Path(path).absolute()
+    try:
+        while not place.exists():
+            place = place.parent
+    except OSError as fault:
+        raise OptionError(f"--out {path}: {fault.strerror}: give another --out") from None
+    if place != Path(path).absolute() and not place.is_dir():
+        raise OptionError(f"--out {path}: {place} is a file, not a folder: give another --out")
+    if not os.access(place, os.W_OK):
+        raise OptionError(f"--out {path}: {place} cannot be written: change its permissions, or give another --out")
+
+
 def write_whole(path: Path, parts: Iterable[bytes | memoryview], temporary: Path | None = None) -> ObjectRecord:
     """Write `parts`, in order, as the file `path`; a reader sees the old file or the new one.
 
     `temporary` is the name to write under (same file system), by default one beside the file. Returns its size and CRC-32C.
     Raises DflashError where the disk is full or refuses.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     size, checksum = 0, 0
     try:
+        for folder in (path.parent, temporary.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part).cast("B")
@@ -43,7 +59,8 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], temporary: Path
             os.fsync(file.fileno())
         os.rename(temporary, path)
     except OSError as fault:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise DflashError(
             f"cannot write {path}: {fault.strerror or fault}: free some space or mend it, then run the same command again"
         ) from fault
@@ -66,9 +83,8 @@ class LocalStore:
 
     def put(self, key: str, parts: Iterable[bytes | memoryview]) -> ObjectRecord:
         """Write an object whole. Unfinished ones lie in a folder that names this host and process."""
-        workspace = self.root / _workspace(os.getpid())
-        workspace.mkdir(parents=True, exist_ok=True)
-        return write_whole(self.path(key), parts, workspace / key.replace("/", "-"))
+        temporary = self.root / _workspace(os.getpid()) / key.replace("/", "-")
+        return write_whole(self.path(key), parts, temporary)
 
     def get(self, key: str) -> bytes | None:
         """An object's bytes, or None where there is none."""

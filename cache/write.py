@@ -7,6 +7,7 @@ index.parquet and a zarr.json that says complete: true.
 import hashlib
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from cache.layout import read_root, write_arrays, write_root
 from cache.shard import encode_shard
-from cache.store import LocalStore
+from cache.store import LocalStore, check_place
 from schemas.arrays import array_specs
 from schemas.errors import CacheError
 from schemas.index import INDEX_SCHEMA, PLAN_SCHEMA, check_table
@@ -31,9 +32,13 @@ INDEX = "index.parquet"
 
 
 def existing_manifest(path: str) -> Manifest | None:
-    """The manifest of the cache at `path`, or None where nothing is there yet; CacheError where it holds something else."""
+    """The manifest of the cache at `path`, or None where nothing is there yet.
+
+    Raises CacheError where it holds something else, OptionError where nothing can be written there.
+    """
     folder = Path(path)
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        check_place(path)
         return None
     if not folder.is_dir():
         raise CacheError(f"--out {path} is a file: give a new folder, or one that a capture began")

@@ -29,7 +29,7 @@ class Conversation:
     @property
     def first_user(self) -> str | None:
         """The first user message, by which a conversation belongs to the training or the held-out part."""
-        return next((m["content"] for m in self.messages if m["role"] == "user" and m.get("content") is not None), None)
+        return next((m["content"] for m in self.messages if m["role"] == "user"), None)
 
 
 def parse_conversation(line: Line) -> Conversation:

@@ -17,16 +17,19 @@ def partial_path(out: Path) -> Path:
 
 
 def open_journal(path: Path, settings: Mapping[str, object]) -> Answers:
-    """The answers so far, (row, turn) -> ids; a new journal holds none.
+    """The answers so far, (row, turn) -> ids; none where there is no journal yet. Nothing is begun here.
 
     A last line that a kill tore is cut off. Raises DataError for a journal of other settings, naming the first that
     differs and both values.
     """
-    data = path.read_bytes() if path.exists() else b""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read ({fault.strerror}): remove it, or give another --out") from None
     whole = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
     if not whole and data[:1] in (b"", b"{"):
-        with path.open("wb") as file:
-            _append(file, settings)
         return {}
     try:
         held, *batches = (json.loads(line) for line in whole)
@@ -47,6 +50,13 @@ def open_journal(path: Path, settings: Mapping[str, object]) -> Answers:
     with path.open("rb+") as file:
         file.truncate(sum(len(line) for line in whole))
     return answers
+
+
+def begin_journal(path: Path, settings: Mapping[str, object]) -> None:
+    """Write a journal without answers, over one that has none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        _append(file, settings)
 
 
 def add_batch(path: Path, turn: int, rows: Sequence[int], answers: Sequence[Sequence[int]]) -> None:

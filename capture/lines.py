@@ -1,5 +1,6 @@
 """Lines of a JSONL file as bytes: numbered, hashed, and refused with file and line where they are no JSON object."""
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator
@@ -96,6 +97,8 @@ def _opened(path: str) -> Any:
 
 def parse_object(line: Line) -> dict[str, Any]:
     """The row as a JSON object. Raises BadRow."""
+    if line.data.startswith(codecs.BOM_UTF8):
+        raise BadRow(f"{line.where}: begins with a byte order mark; save the file as UTF-8 without one", "not JSON")
     try:
         row = json.loads(line.data.decode("utf-8"))
     except UnicodeDecodeError as fault:
@@ -108,7 +111,22 @@ def parse_object(line: Line) -> dict[str, Any]:
             f'{line.where}: a row must be a JSON object, not {type(row).__name__}; write {{"messages": [...]}}',
             "not JSON",
         )
+    _check_text(row, line)
     return row
+
+
+def _check_text(row: dict[str, Any], line: Line) -> None:
+    # JSON can spell half a surrogate pair, anywhere in a row; no tokenizer can read it and no file can hold it.
+    if b"\\ud" not in line.data.lower():
+        return
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as fault:
+        half = fault.object[fault.start : fault.end]
+        raise BadRow(
+            f"{line.where}: {half!a} is half of a surrogate pair, which is no character; repair the text",
+            "half of a surrogate pair",
+        ) from None
 
 
 def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
@@ -127,21 +145,10 @@ def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
             raise BadRow(
                 f'{at}: role must be a name such as "user" or "assistant", not {_short(role)}', "malformed messages"
             )
-        if isinstance(content, str):
-            check_text(content, at)
-        elif not (content is None and message.get("tool_calls")):
+        calls = role == "assistant" and message.get("tool_calls")
+        if not isinstance(content, str) and not (content is None and calls):
             raise BadRow(f"{at}: content must be a text, not {_short(content)}", "malformed messages")
     return messages
-
-
-def check_text(text: str, at: str) -> None:
-    """Raises BadRow for half a surrogate pair: JSON can spell it, no tokenizer can read it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as fault:
-        raise BadRow(
-            f"{at}: character {fault.start} is half of a surrogate pair; repair the text", "malformed messages"
-        ) from None
 
 
 def _short(value: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from capture.lines import BadRow, Line, Scan, check_messages, check_text, parse_object, read_lines
+from capture.lines import BadRow, Line, Scan, check_messages, parse_object, read_lines
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ def parse_prompt(line: Line) -> Prompt:
             f"{where}: {forms[0]} must be {'a non-empty list of texts' if forms[0] == 'turns' else 'a text'}",
             "malformed prompt",
         )
-    for turn in turns:
-        check_text(turn, where)
     return Prompt(line, row_id, [], turns)
 
 

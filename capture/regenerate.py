@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cache.device import resolve_device
-from cache.store import write_whole
+from cache.store import check_place, write_whole
 from capture.conversations import parse_conversation
 from capture.generate import greedy_answers
-from capture.journal import Answers, add_batch, open_journal, partial_path
+from capture.journal import Answers, add_batch, begin_journal, open_journal, partial_path
 from capture.lines import BadRow, parse_object, read_lines, scan_files
 from capture.prompts import Prompt, read_prompts
 from capture.samples import join_turns
@@ -54,6 +54,8 @@ def regenerate(options: RegenerateOptions, say: Say) -> Regenerated | None:
         raise DataError(f"--out {options.out} is the prompts file: give another --out")
     if out.is_dir():
         raise DataError(f"--out {options.out} is a folder: give a file name")
+    if not out.exists():
+        check_place(options.out)
     ref = resolve_target(options.target, options.trust_remote_code)
     config, chat = read_config(ref), open_chat(ref)
     resolve_device(options.device)
@@ -75,13 +77,14 @@ def regenerate(options: RegenerateOptions, say: Say) -> Regenerated | None:
         "dtype": dtype,
         "batch_tokens": options.batch_tokens,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     answers = open_journal(partial_path(out), settings)
     if answers:
         say.note(f"{partial_path(out)}: going on, {len(answers)} answers are there")
     target = load_target(ref, dtype, options.device, options.attn)
     traits = head_traits(target.config)
     check_head(target, traits)
+    if not answers:
+        begin_journal(partial_path(out), settings)
 
     def ask(contexts: Sequence[Sequence[int]]) -> list[list[int]]:
         return greedy_answers(target, traits, contexts, options.max_new_tokens, chat.eos)

@@ -23,8 +23,8 @@ from schemas.errors import CacheError, OptionError
 from schemas.manifest import Manifest
 from schemas.options import CaptureOptions
 from schemas.say import Say
-from target.head import check_head, head_file
-from target.load import load_target
+from target.head import check_head, head_file, head_tensors
+from target.load import Target, load_target
 from target.tokens import mask_token
 
 TARGET_FILES = (
@@ -65,7 +65,7 @@ def capture(options: CaptureOptions, say: Say) -> Manifest:
     if writer is not None:
         missing = writer.missing_shards()
         say.note(f"{options.out}: going on, {len(missing)} of {writer.manifest.totals.shards} shards to do")
-        return _run(settings, writer, missing, say)
+        return _run(settings, _load(settings), writer, missing, say) if missing else writer.finish()
     manifest, table, collected = plan_capture(settings, say)
     needed, free = _disk(manifest), _free_bytes(options.out)
     if needed > free:
@@ -74,10 +74,16 @@ def capture(options: CaptureOptions, say: Say) -> Manifest:
             "or rows, or give another --out"
         )
     _tell(manifest, collected, say)
+    # Before anything is written or removed: weights that cannot be used must not cost a folder.
+    target = _load(settings)
+    if existing_manifest(options.out) != found:
+        say.note(f"{options.out}: another capture came first while this one was planned")
+        return capture(options, say)
     if found is not None and same is None:
         say.note(f"{options.out}: removing what another capture left there")
         _remove(options.out)
-    return _run(settings, CacheWriter.create(options.out, manifest, table), list(range(manifest.totals.shards)), say)
+    writer = CacheWriter.create(options.out, manifest, table)
+    return _run(settings, target, writer, list(range(manifest.totals.shards)), say)
 
 
 def dry_run(options: CaptureOptions, say: Say) -> DryRun:
@@ -163,12 +169,17 @@ def _tell(manifest: Manifest, collected: Collected, say: Say) -> None:
         say.warn("every sample falls into the held-out part: lower --val-fraction, or nothing can be trained on")
 
 
-def _run(settings: Settings, writer: CacheWriter, missing: list[int], say: Say) -> Manifest:
-    if not missing:
-        return writer.finish()
-    options, identity = settings.options, writer.manifest.identity
+def _load(settings: Settings) -> Target:
+    # The target, once all that is needed of it is known to be there.
+    options, identity = settings.options, settings.identity
     target = load_target(settings.ref, identity.dtype, options.device, options.attn)
     check_head(target, settings.traits)
+    head_tensors(target, identity.target.tied)
+    return target
+
+
+def _run(settings: Settings, target: Target, writer: CacheWriter, missing: list[int], say: Say) -> Manifest:
+    identity = writer.manifest.identity
     writer.put_file("target/head.safetensors", head_file(target, identity.target.tied))
     for name in TARGET_FILES:
         if (path := settings.ref.folder / name).is_file():

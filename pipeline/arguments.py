@@ -28,7 +28,7 @@ def layer_list(text: str | None) -> tuple[int, ...] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
-        if not part.isdigit():
+        if not (part.isascii() and part.isdigit()):
             raise OptionError(
                 f"--layers {text}: {part!r} is no layer number: write decoder layers from 0, as in --layers 1,9,17,25"
             )

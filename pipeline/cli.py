@@ -24,6 +24,7 @@ for command in (
     train_command.train,
     measure_commands.evaluate,
     measure_commands.inspect,
+    measure_commands.verify,
     measure_commands.compare,
 ):
     app.command()(command)
@@ -48,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UsageFault as fault:
         message = fault.format_message() if hasattr(fault, "format_message") else str(fault)
         _fail(f"{message.rstrip('.')}: see `dflash {words[0] if words else ''} --help`", 2, debug)
+    except OSError as fault:
+        # A path that a stage did not expect to fail: permissions, a full or vanished disk.
+        _fail(
+            f"{fault.filename or 'input or output'}: {fault.strerror or fault}: mend it, then run the command again",
+            1,
+            debug,
+        )
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; the same command goes on where it stopped (train: add --resume)", 130, debug)
 

@@ -57,12 +57,16 @@ def _record(run: str) -> dict[str, Any]:
     folder = draft_folder(run)
     if folder == Path(run):
         raise DraftError(f"{run} is a draft, not a run: give the run's folder, which holds its evaluation")
+    try:
+        architecture = loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        parameters = count_parameters(folder / "model.safetensors")
+    except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error) as fault:
+        raise DraftError(f"{folder} holds no readable draft ({fault}): train it again, or give another run") from None
     cached, decoded = read_result(run, CACHE), read_result(run, DECODED)
-    architecture = loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     return {
         "run": run,
         "kind": {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}.get(architecture, architecture),
-        "params": count_parameters(folder / "model.safetensors"),
+        "params": parameters,
         "uniform": cached and cached["uniform"]["acceptance"],
         "walk": cached and cached["walk"]["acceptance"],
         "decoded": decoded and decoded["decoded"]["acceptance"],

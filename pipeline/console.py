@@ -15,7 +15,7 @@ class Console:
     """A listener (`schemas.say.Say`) that shows what a stage tells. Use it as a context manager, so that a bar is taken down."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._rich = RichConsole(file=stream or sys.stderr, highlight=False)
+        self._rich = RichConsole(file=stream or sys.stderr, highlight=False, emoji=False)
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._line_at: dict[str, float] = {}

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from cache.device import resolve_device
+from cache.layout import read_root
 from cache.read import Cache, open_cache
+from cache.store import LocalStore
 from capture.lines import scan_files
 from capture.prompts import read_prompts
 from draft.accept import evaluate_cache
@@ -14,22 +16,47 @@ from draft.model import Draft
 from pipeline.results import CACHE, DECODED, keep_result, write_json
 from schemas.draft import draft_folder
 from schemas.errors import DraftError, OptionError
+from schemas.manifest import Identity
 from schemas.options import EvaluateOptions
 from schemas.say import Say
 from target.chat import open_chat, prompt_ids
 from target.load import Target, TargetRef, eos_ids, load_target, load_tokenizer, resolve_target
+from train.rundir import PROVENANCE, read_provenance
 
 Prompt = tuple[str, list[int]]
+# Options that mean something to some ways of evaluating only.
+DECODING_ONLY: tuple[str, ...] = ("through_codec", "max_new_tokens", "dtype", "attn", "trust_remote_code")
+CACHE_ONLY: tuple[str, ...] = ("through_codec", "split")
 
 
 def evaluate(options: EvaluateOptions, json_path: str | None, say: Say) -> dict[str, Any]:
-    """Evaluate as asked, keep the figures (in the run, and in `json_path`) and return them. Raises UserErrors."""
+    """Evaluate as asked, keep the figures (in `json_path` and, of all held-out samples, in the run) and return them.
+
+    Raises UserErrors.
+    """
+    _warn_of_idle(options, say)
     result = _from_cache(options, say) if options.target is None else _by_decoding(options, say)
     result = {"draft": options.draft, **result}
-    keep_result(options.draft, CACHE if options.target is None else DECODED, result)
+    if options.limit is None and options.split == "val":
+        keep_result(options.draft, CACHE if options.target is None else DECODED, result)
+    else:
+        say.note("measured on a part, or on what the draft was trained on: not kept for `dflash compare`")
     if json_path is not None:
         write_json(Path(json_path), result)
     return result
+
+
+def _warn_of_idle(options: EvaluateOptions, say: Say) -> None:
+    if options.target is None:
+        idle, needed = DECODING_ONLY, "--target"
+    elif options.prompts is not None:
+        idle, needed = CACHE_ONLY, "--cache"
+    else:
+        return
+    defaults = EvaluateOptions(draft=options.draft)
+    for name in idle:
+        if getattr(options, name) != getattr(defaults, name):
+            say.warn(f"{name}={getattr(options, name)} has no effect without {needed}")
 
 
 def _from_cache(options: EvaluateOptions, say: Say) -> dict[str, Any]:
@@ -38,8 +65,7 @@ def _from_cache(options: EvaluateOptions, say: Say) -> dict[str, Any]:
             "evaluate needs --cache (acceptance without the target), or --target with --prompts or --cache (real decoding)"
         )
     draft = load_draft(draft_folder(options.draft), resolve_device(options.device), "float32")
-    cache = open_cache(options.cache, draft.config.dflash_config.target_layer_ids)
-    check_same_target(draft, cache)
+    cache = _open_cache(options.cache, draft, options.draft, say)
     figures = evaluate_cache(draft, cache, options.split, lengths=options.lengths, limit=options.limit, say=say)
     return {"cache": options.cache, "split": options.split, **figures}
 
@@ -52,8 +78,7 @@ def _by_decoding(options: EvaluateOptions, say: Say) -> dict[str, Any]:
     draft = load_draft(draft_folder(options.draft), device, "float32")
     cache = None
     if options.cache is not None:
-        cache = open_cache(options.cache, draft.config.dflash_config.target_layer_ids)
-        check_same_target(draft, cache)
+        cache = _open_cache(options.cache, draft, options.draft, say)
     reference = resolve_target(options.target, options.trust_remote_code)
     if cache is not None:
         prompts = cache_prompts(cache, options.split, options.limit)
@@ -69,6 +94,23 @@ def _by_decoding(options: EvaluateOptions, say: Say) -> dict[str, Any]:
     )
     where = {"cache": options.cache, "split": options.split} if cache is not None else {"prompts": options.prompts}
     return {"target": reference.name, **where, "max_new_tokens": options.max_new_tokens, **figures}
+
+
+def _open_cache(path: str, draft: Draft, draft_path: str, say: Say) -> Cache:
+    """The cache, with the draft's layers alone, where it is of the draft's target as far as shapes tell; else a DraftError.
+
+    A run knows its target better: a cache of another one of the same shapes is warned of.
+    """
+    identity = read_root(LocalStore(Path(path))).identity
+    check_same_target(draft, identity, path)
+    if (Path(draft_path) / PROVENANCE).is_file():
+        trained, held = read_provenance(Path(draft_path)).identity.target, identity.target
+        if trained.config_sha256 != held.config_sha256:
+            say.warn(
+                f"{draft_path} was trained for {trained.name} ({trained.revision}), {path} is of {held.name} ({held.revision}): the "
+                "figures are those of a draft for another target"
+            )
+    return open_cache(path, draft.config.dflash_config.target_layer_ids)
 
 
 def cache_prompts(cache: Cache, split: str, limit: int | None) -> list[Prompt]:
@@ -92,9 +134,9 @@ def file_prompts(reference: TargetRef, path: str, limit: int | None) -> list[Pro
     return [(prompt.sample_id, prompt_ids(chat, prompt.first_messages())) for prompt in read_prompts(scan)]
 
 
-def check_same_target(draft: Draft, cache: Cache) -> None:
+def check_same_target(draft: Draft, identity: Identity, path: str) -> None:
     """Refuse a cache of another target or mask token than the draft's: its figures would be those of noise."""
-    identity, config = cache.manifest.identity, draft.config
+    config = draft.config
     pairs = (
         ("hidden size", config.hidden_size, identity.target.hidden_size),
         ("vocabulary", config.vocab_size, identity.target.vocab_size),
@@ -104,7 +146,7 @@ def check_same_target(draft: Draft, cache: Cache) -> None:
     for name, ours, theirs in pairs:
         if ours != theirs:
             raise DraftError(
-                f"the draft's {name} is {ours}, that of {cache.path} is {theirs}: evaluate it on a cache of its own target"
+                f"the draft's {name} is {ours}, that of {path} is {theirs}: evaluate it on a cache of its own target"
             )
 
 

@@ -8,6 +8,7 @@ from schemas.arrays import bytes_per_token
 from schemas.manifest import Identity, Manifest, Source, Totals
 
 if TYPE_CHECKING:
+    from cache.verify import Fault
     from capture.run import DryRun
 
 
@@ -76,6 +77,22 @@ def summary_text(path: str, manifest: Manifest) -> str:
     )
 
 
+def faults_text(path: str, manifest: Manifest, faults: Sequence["Fault"], deep: bool) -> str:
+    """What `dflash verify` prints: each fault with the samples it touches, or that there is none."""
+    totals = manifest.totals
+    if not faults:
+        looked = "every checksum, hash and state" if deep else "records, sizes and index; --deep reads every byte"
+        return f"{path}: sound ({totals.shards:,} shards, {totals.samples:,} samples; {looked})"
+    lines = []
+    for fault in faults:
+        names = ", ".join(fault.samples[:4]) + (
+            f" and {len(fault.samples) - 4:,} more" if len(fault.samples) > 4 else ""
+        )
+        lines.append(f"{fault.where}: {fault.what}" + (f" (samples {names})" if names else ""))
+    touched = {name for fault in faults for name in fault.samples}
+    return "\n".join([*lines, f"{len(faults):,} faults, {len(touched):,} of {totals.samples:,} samples touched"])
+
+
 def inspect_text(path: str, sample: int, width: int) -> str:
     """The whole of `dflash inspect`: manifest, sizes and one decoded sample. Raises CacheError, CacheDamaged, OptionError."""
     from cache.read import open_cache
@@ -111,16 +128,29 @@ def inspect_text(path: str, sample: int, width: int) -> str:
 
 
 def _sample_lines(cache: Any, sample: int, width: int) -> list[str]:
-    from transformers import AutoTokenizer
-
     row = cache.index.slice(sample, 1).to_pylist()[0]
     ids, mask = cache.tokens(row["offset"], row["length"])
-    tokenizer = AutoTokenizer.from_pretrained(cache.target_folder)
+    tokenizer = _tokenizer(cache)
     lines = [
         f"sample {sample}: {row['sample_id']} ({row['split']}, {row['length']} tokens, {row['supervised']} supervised, "
         f"shard {row['shard']}); supervised text stands in ⟦ ⟧"
     ]
     return [*lines, *_wrap(marked_text(tokenizer, ids.tolist(), mask.tolist()), width)]
+
+
+def _tokenizer(cache: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    from schemas.errors import CacheDamaged
+
+    try:
+        # An absolute path, since a relative one that is missing would be looked for on the Hub.
+        return AutoTokenizer.from_pretrained(cache.target_folder.absolute())
+    except Exception as fault:  # whatever json or tokenizers raise for a file that is missing or torn
+        raise CacheDamaged(
+            f"{cache.target_folder} holds no tokenizer that can be read ({str(fault).splitlines()[0]}): the cache is "
+            "damaged; capture again"
+        ) from None
 
 
 def marked_text(tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]) -> str:

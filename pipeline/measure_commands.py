@@ -1,6 +1,7 @@
-"""What came out: `dflash evaluate`, `dflash inspect` and `dflash compare`."""
+"""What came out: `dflash evaluate`, `dflash inspect`, `dflash verify` and `dflash compare`."""
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, given
 from pipeline.console import Console
 from pipeline.inspect import rows_text
-from schemas.errors import OptionError
+from schemas.errors import CacheDamaged, OptionError
 from schemas.options import EvaluateOptions
 from schemas.strict import parse
 
@@ -67,17 +68,13 @@ def figures_text(figures: dict[str, Any]) -> str:
     for name in ("walk", "uniform", "decoded"):
         if name in figures:
             part = figures[name]
-            rows.append(
-                (
-                    name,
-                    f"{part['acceptance']:.3f} tokens a block ({part['accepted']:,} drafted tokens accepted in {part['blocks']:,} blocks)",
-                )
-            )
+            of_blocks = f"({part['accepted']:,} drafted tokens accepted in {part['blocks']:,} blocks)"
+            rows.append((name, f"{_acceptance(part)} tokens a block {of_blocks}"))
     if backbone := figures.get("backbone"):
         rows.append(
             (
                 "backbone alone",
-                f"walk {backbone['walk']['acceptance']:.3f}, uniform {backbone['uniform']['acceptance']:.3f}",
+                f"walk {_acceptance(backbone['walk'])}, uniform {_acceptance(backbone['uniform'])}",
             )
         )
     if "candidate_recall" in figures:
@@ -100,6 +97,10 @@ def figures_text(figures: dict[str, Any]) -> str:
     return "\n".join([figures["draft"], rows_text(rows)])
 
 
+def _acceptance(part: dict[str, Any]) -> str:
+    return "-" if part["acceptance"] is None else f"{part['acceptance']:.3f}"
+
+
 def inspect(
     cache: Annotated[str, typer.Argument(help="A complete cache.")],
     sample: Annotated[int, typer.Option(help="Which sample to decode.")] = 0,
@@ -114,6 +115,27 @@ def inspect(
     print(inspect_text(cache, sample, shutil.get_terminal_size((120, 24)).columns))
     if json is not None:
         write_json(Path(json), read_root(LocalStore(Path(cache))).model_dump(mode="json"))
+
+
+def verify(
+    cache: Annotated[str, typer.Argument(help="A complete cache.")],
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every byte: checksums, tokens' hashes, finite states.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """Say whether a cache is what it says it is, and if not what is damaged and which samples that touches."""
+    from cache.verify import verify as find_faults
+    from pipeline.inspect import faults_text
+    from pipeline.results import write_json
+
+    with Console() as say:
+        manifest, faults = find_faults(cache, deep, say)
+    if json is not None:
+        write_json(Path(json), {"cache": cache, "deep": deep, "faults": [asdict(fault) for fault in faults]})
+    print(faults_text(cache, manifest, faults, deep))
+    if faults:
+        raise CacheDamaged(f"{cache} is damaged ({len(faults)} faults): remove it and capture again")
 
 
 def compare(

@@ -4,7 +4,6 @@ T rows of tokens, H hidden size, K top-k.
 """
 
 from dataclasses import dataclass, field
-from math import gcd
 
 from schemas.manifest import Codec, Identity
 
@@ -55,18 +54,22 @@ def hidden_width(codec: Codec, hidden_size: int) -> int:
 
 
 def chunk_rows(row_bytes: int, shard_tokens: int) -> int:
-    """Rows of a chunk of about 1 MiB: the largest power of two of rows that fits, made a divisor of the shard.
+    """Rows of a chunk of about 1 MiB: the largest divisor of the shard of which so many bytes fit.
 
-    Example: H 4096 in bf16 is 8192 bytes a row, so 128 rows; H 192 in f32 would allow 1024 rows (768 bytes each).
+    Example: H 4096 in bf16 is 8192 bytes a row, so 128 rows; H 192 in f32 allows 1365 rows (768 bytes each), so 1024 of
+    a shard of 65,536.
     """
-    fitting = max(1, CHUNK_BYTES // row_bytes)
-    return gcd(1 << (fitting.bit_length() - 1), shard_tokens)
+    return _divisor(shard_tokens, max(1, CHUNK_BYTES // row_bytes))
+
+
+def _divisor(number: int, most: int) -> int:
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 def chunk_tokens(codec: Codec, hidden_size: int, top_k: int, shard_tokens: int) -> dict[str, int]:
     """The manifest's `chunk_tokens`: rows per chunk for each family of arrays."""
     hidden_bytes = hidden_width(codec, hidden_size) * ITEM_BYTES[HIDDEN_STORAGE[codec][0]]
-    small = gcd(SMALL_CHUNK_TOKENS, shard_tokens)
+    small = _divisor(shard_tokens, SMALL_CHUNK_TOKENS)
     rows = {
         "hidden": chunk_rows(hidden_bytes, shard_tokens),
         "tokens": small,

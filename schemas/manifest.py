@@ -1,8 +1,8 @@
 """The manifest: the attribute "dflash" of a cache's root group, which says what the cache holds and what made it (format 1)."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from schemas.errors import CacheError
 from schemas.strict import Strict, parse
@@ -14,6 +14,7 @@ LAYER_CONVENTION: Final = "output of decoder layer i, before the final norm"
 
 Codec = Literal["f32", "bf16", "bf16-zstd", "fp8", "int8", "int4"]
 MaskTokenSource = Literal["tokenizer", "unused row", "unused special", "user"]
+Count = Annotated[int, Field(ge=0)]
 
 
 class TargetIdentity(Strict):
@@ -50,7 +51,7 @@ class Identity(Strict):
     seed: int
     shard_tokens: int = Field(ge=1)
     batch_tokens: int = Field(ge=1)
-    chunk_tokens: dict[str, int]
+    chunk_tokens: dict[str, Annotated[int, Field(ge=1)]]
 
     @field_validator("layers")
     @classmethod
@@ -59,25 +60,35 @@ class Identity(Strict):
             raise ValueError("layers are ascending, distinct and not negative")
         return layers
 
+    @model_validator(mode="after")
+    def _whole_chunks(self) -> "Identity":
+        for family in ("tokens", "hidden", "logits"):
+            if family not in self.chunk_tokens:
+                raise ValueError(f"chunk_tokens has no {family}")
+        for family, rows in self.chunk_tokens.items():
+            if self.shard_tokens % rows:
+                raise ValueError(f"chunk_tokens.{family} {rows} does not divide shard_tokens {self.shard_tokens}")
+        return self
+
 
 class Source(Strict):
     """One input file: rows = kept + the sum of skipped."""
 
     path: str
     sha256: str
-    rows: int
-    kept: int
-    skipped: dict[str, int]
+    rows: Count
+    kept: Count
+    skipped: dict[str, Count]
 
 
 class Totals(Strict):
     """What the cache holds. `tokens` are real rows; the arrays are longer by the padding at the shards' ends."""
 
-    samples: int
-    tokens: int
-    supervised: int
-    shards: int
-    val_samples: int
+    samples: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    supervised: Count
+    shards: int = Field(ge=1)
+    val_samples: Count
 
 
 class Manifest(Strict):

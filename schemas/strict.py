@@ -40,5 +40,12 @@ def describe(fault: ValidationError) -> str:
         elif item["type"] == "missing":
             parts.append(f"{key}: missing")
         else:
-            parts.append(f"{key}: {item['msg']} (got {item['input']!r})")
+            # A rule of a whole record names the values itself.
+            got = "" if isinstance(item["input"], dict) else f" (got {_short(item['input'])})"
+            parts.append(f"{key}: {item['msg'].removeprefix('Value error, ')}{got}")
     return "; ".join(parts)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

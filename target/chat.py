@@ -121,7 +121,9 @@ def _own_text(chat: Chat, messages: Sequence[Message], tail: str, prompt_chars: 
     core, trailing = content.strip(), content[len(content.rstrip()) :]
     reasoned = bool(message.get("reasoning_content"))
     begin = 0
-    if reasoned or not core or core[0] != content[0] or not tail.startswith(core):
+    # An answer such as "<" may look like the beginning of what the template inserts: then no end token follows it.
+    plain = tail.startswith(core) and tail[len(core) :].lstrip().startswith(chat.eos_texts)
+    if reasoned or not core or core[0] != content[0] or not plain:
         marked = render(chat, [*messages[:-1], {**message, "content": MARK}], False, tools)[prompt_chars:]
         before, mark, _ = marked.partition(MARK)
         begin = len(before)
@@ -132,7 +134,8 @@ def _own_text(chat: Chat, messages: Sequence[Message], tail: str, prompt_chars: 
             )
     content_end = tail.index(core, begin) + len(core)
     content_end += len(trailing) if tail.startswith(trailing, content_end) else 0
-    return 0 if reasoned else begin, content_end
+    # A space that the template sets before the answer is a part of the answer's first token.
+    return 0 if reasoned or not tail[:begin].strip(" ") else begin, content_end
 
 
 def encode_turns(chat: Chat, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:

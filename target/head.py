@@ -93,7 +93,14 @@ def check_head(target: Target, traits: HeadTraits) -> None:
 
 
 def head_file(target: Target, tied: bool) -> bytes:
-    """target/head.safetensors: embed_tokens.weight, lm_head.weight (absent when tied), norm.weight, as they are.
+    """target/head.safetensors: the tensors of `head_tensors`, as they are. Raises TargetError."""
+    return bytes(
+        save({name: tensor.detach().cpu().contiguous() for name, tensor in head_tensors(target, tied).items()})
+    )
+
+
+def head_tensors(target: Target, tied: bool) -> dict[str, Tensor]:
+    """The target's own embed_tokens.weight, lm_head.weight (absent when tied) and norm.weight.
 
     Raises TargetError where the model's head is not what a draft's runtime can use (a bias), or `tied` is not what the
     config says.
@@ -112,7 +119,7 @@ def head_file(target: Target, tied: bool) -> bytes:
     tensors = {"embed_tokens.weight": embedding, "norm.weight": final_norm(target.decoder).weight}
     if not tied:
         tensors["lm_head.weight"] = head.weight
-    return bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
+    return tensors
 
 
 def final_norm(decoder: nn.Module) -> Any:

@@ -193,7 +193,7 @@ def load_target(ref: TargetRef, dtype: str = "auto", device: str = "auto", attn:
     config = read_config(ref)
     torch_dtype, place = DTYPES[resolve_dtype(dtype, config)], resolve_device(device)
     revision = None if ref.is_local else ref.revision
-    with _reported(ref, "weights"):
+    with _reported(ref, "weights" if attn == "auto" else f"weights with --attn {attn}"):
         model, info = AutoModelForCausalLM.from_pretrained(
             ref.source,
             revision=revision,

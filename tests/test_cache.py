@@ -207,6 +207,17 @@ def test_existing_manifest(tmp_path, cached):
         existing_manifest(str(tmp_path / "other"))
     with pytest.raises(CacheError, match="is a file"):
         existing_manifest(str(tmp_path / "other" / "thesis.txt"))
+    with pytest.raises(OptionError, match=r"thesis\.txt is a file, not a folder"):
+        existing_manifest(str(tmp_path / "other" / "thesis.txt" / "hs.zarr"))
+    with pytest.raises(OptionError, match="too long"):
+        existing_manifest(str(tmp_path / ("x" * 300)))
+
+
+def test_a_place_that_cannot_be_written_is_refused_unless_the_work_is_done(tmp_path, cached, monkeypatch):
+    monkeypatch.setattr("cache.store.os.access", lambda *_: False)
+    with pytest.raises(OptionError, match="cannot be written"):
+        existing_manifest(str(tmp_path / "new" / "hs.zarr"))
+    assert existing_manifest(str(cached[0])).complete
 
 
 def test_other_settings_or_data_are_refused_with_both_values(cached):

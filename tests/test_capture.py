@@ -281,6 +281,7 @@ def test_a_target_that_forgets_its_mask_token_resumes(folder, data, monkeypatch)
         ({"max_length": 2048}, OptionError, "--shard-tokens 2048"),
         ({"codec": "fp8"}, OptionError, "fp8"),
         ({"device": "toaster"}, OptionError, "toaster"),
+        ({"attn": "toaster"}, TargetError, "--attn toaster"),
         ({"data": ("nowhere.jsonl",)}, DataError, "no such file"),
     ],
 )
@@ -303,7 +304,39 @@ def test_an_out_that_is_something_else_is_refused(folder, target, data):
             (out / "precious").write_text("precious")
         with pytest.raises(CacheError, match="--out"):
             capture(capture_options(target, data, out, layers=(0,), overwrite=True), Recorder())
+    with pytest.raises(OptionError, match="file is a file, not a folder"):
+        capture(capture_options(target, data, folder / "file" / "below", layers=(0,)), Recorder())
     assert (folder / "occupied" / "precious").read_text() == (folder / "file").read_text() == "precious"
+
+
+def test_weights_that_cannot_be_used_cost_no_cache(folder, target, data):
+    torn = shutil.copytree(target, folder / "torn")
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:-100])
+    out = folder / "kept"
+    with pytest.raises(TargetError, match="weights"):
+        capture(capture_options(str(torn), data, out, layers=(0,)), Recorder())
+    assert not out.exists()
+    capture(capture_options(target, data, out, layers=(0,)), Recorder())
+    before = contents(out)
+    with pytest.raises(TargetError, match="weights"):
+        capture(capture_options(str(torn), data, out, layers=(0,), overwrite=True), Recorder())
+    assert contents(out) == before
+
+
+def test_another_capture_that_comes_first_is_left_as_it_is(finished, folder, target, data, monkeypatch):
+    out, load = folder / "raced", run_module.load_target
+
+    def slow_load(*arguments):
+        shutil.copytree(finished, out)
+        monkeypatch.setattr(run_module, "load_target", lambda *_: pytest.fail("all is done"))
+        return load(*arguments)
+
+    monkeypatch.setattr(run_module, "load_target", slow_load)
+    monkeypatch.setattr(CacheWriter, "create", lambda *_: pytest.fail("it is finished"))
+    say = Recorder()
+    assert capture(capture_options(target, data, out, layers=(0, 2)), say).complete
+    assert "another capture came first" in say.notes[-2]
+    assert contents(out) == contents(finished)
 
 
 def test_a_fault_of_the_target_leaves_no_complete_cache(folder, data):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from capture.samples import join_turns
 from schemas.errors import DataError, OptionError, TargetError
 from target.chat import check_answer, encode_texts, encode_turns, open_chat, prompt_ids, split_turns
 from target.load import TargetRef, resolve_target
@@ -85,6 +86,8 @@ def test_context_is_what_the_target_would_be_given(chat):
         ({"content": "<think>\nhm\n</think>\n\nHello"}, "", "<think>\nhm\n</think>\n\nHello<|im_end|>"),
         ({"content": "<think>\n\n</think>\n\nHello"}, "", "<think>\n\n</think>\n\nHello<|im_end|>"),
         ({"content": "Hello", "reasoning_content": "hm"}, "", "<think>\nhm\n</think>\n\nHello<|im_end|>"),
+        ({"content": "<"}, "<think>\n\n</think>\n\n", "<<|im_end|>"),
+        ({"content": "<think>"}, "<think>\n\n</think>\n\n", "<think><|im_end|>"),
         ({"content": ""}, "<think>\n\n</think>\n\n", "<|im_end|>"),
         ({"content": None, "tool_calls": [{"name": "f"}]}, "<think>\n\n</think>\n\n", "<call>f</call><|im_end|>"),
         ({"content": "Now", "tool_calls": [{"name": "f"}]}, "<think>\n\n</think>\n\n", "Now<call>f</call><|im_end|>"),
@@ -94,6 +97,18 @@ def test_what_the_template_inserts_is_context(thinking, message, inserted, answe
     (turn,) = split_turns(thinking, [{"role": "user", "content": "Hi"}, {"role": "assistant", **message}])
     assert turn.context == PROMPT + inserted
     assert turn.answer == answer
+
+
+def test_a_space_before_the_answer_is_in_its_first_token(tmp_path):
+    user, own = "[INST] {{ m.content }} [/INST]", " {{ m.content }}<|im_end|>"
+    choice = f"{{% if m.role == 'user' %}}{user}{{% else %}}{own}{{% endif %}}"
+    chat = chat_with(tmp_path, f"{{% for m in messages %}}{choice}{{% endfor %}}")
+    messages = talk("Hi", "Hello you", "More", "Yes indeed")["messages"]
+    turns = split_turns(chat, messages)
+    assert [turn.answer for turn in turns] == [" Hello you<|im_end|>", " Yes indeed<|im_end|>"]
+    (_, ids, _), *others = join_turns(encode_turns(chat, turns))
+    assert not others, "the second turn continues the first"
+    assert ids == encode_texts(chat.tokenizer, [chat.tokenizer.apply_chat_template(messages, tokenize=False)])[0]
 
 
 def test_trimming_template(tmp_path):

@@ -74,10 +74,16 @@ def test_debug_shows_the_traceback(capsys):
     assert err.strip().splitlines()[-1].startswith("error: ")
 
 
+def test_a_fault_of_the_disk_is_one_line(capsys, monkeypatch):
+    fault = PermissionError(13, "Permission denied", "hs.zarr/zarr.json")
+    monkeypatch.setattr("cache.store.Path.read_bytes", lambda _: (_ for _ in ()).throw(fault))
+    assert "hs.zarr/zarr.json: Permission denied" in error_line("inspect", "hs.zarr", code=1, capsys=capsys)
+
+
 def test_layers_are_numbers():
     assert layer_list("1, 9,17") == (1, 9, 17)
     assert layer_list(None) is None
-    for text in ("", "1,,2", "-1", "1.5"):
+    for text in ("", "1,,2", "-1", "1.5", "²"):
         with pytest.raises(OptionError):
             layer_list(text)
 
@@ -116,7 +122,20 @@ def test_inspect_shows_manifest_sizes_and_writes_json(tmp_path, capsys, tiny_cha
     assert "0, 2, 3 of 6" in out
     assert "⟦" in out
     assert json.loads((tmp_path / "m.json").read_text())["totals"]["samples"] == 12
+    assert "is a folder" in error_line("inspect", str(tmp_path / "hs.zarr"), "--json", str(tmp_path), capsys=capsys)
     assert "holds samples 0 to 11" in error_line("inspect", str(tmp_path / "hs.zarr"), "--sample", "12", capsys=capsys)
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_inspect_refuses_a_cache_whose_tokenizer_is_damaged(text, tmp_path, capsys, tiny_chat):
+    writer = make_cache(tmp_path / "hs.zarr")
+    for name in ("tokenizer_config.json", "config.json"):
+        with open(f"{tiny_chat}/{name}", "rb") as file:
+            writer.put_file(f"target/{name}", file.read())
+    if text is not None:
+        writer.put_file("target/tokenizer.json", text.encode())
+    line = error_line("inspect", str(tmp_path / "hs.zarr"), code=1, capsys=capsys)
+    assert "target holds no tokenizer that can be read" in line
 
 
 def test_compare_prints_the_table():

@@ -23,7 +23,7 @@ from capture.lines import scan_files
 from capture.prompts import read_prompts
 from capture.regenerate import prompt_batches, regenerate
 from capture.run import capture
-from schemas.errors import CaptureFault, DataError, TargetError
+from schemas.errors import CaptureFault, DataError, OptionError, TargetError
 from schemas.options import RegenerateOptions
 from target.chat import open_chat, prompt_ids
 from target.head import HeadTraits, head_traits
@@ -231,6 +231,10 @@ def test_an_unfinished_run_of_other_settings_is_refused(tiny_chat, tmp_path, mon
         with pytest.raises(DataError, match=r"no unfinished run|begun with"):
             regenerate(options(tiny_chat, PROMPTS, out, limit=3), Recorder())
         assert partial_path(out).read_text() == diary
+    partial_path(out).unlink()
+    partial_path(out).mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        regenerate(options(tiny_chat, PROMPTS, out, limit=3), Recorder())
 
 
 def test_refusals_write_nothing(tiny_chat, tmp_path):
@@ -242,6 +246,8 @@ def test_refusals_write_nothing(tiny_chat, tmp_path):
         (options(tiny_chat, prompts, diary), DataError, "something else"),
         (options(tiny_chat, prompts, prompts), DataError, "is the prompts file"),
         (options(tiny_chat, prompts, tmp_path), DataError, "is a folder"),
+        (options(tiny_chat, prompts, diary / "o"), OptionError, "is a file, not a folder"),
+        (options(tiny_chat, prompts, tmp_path / "o", attn="toaster"), TargetError, "--attn toaster"),
         (options("nobody/nothing", prompts, tmp_path / "o"), TargetError, "nobody/nothing"),
         (options(tiny_chat, tmp_path / "none", tmp_path / "o"), DataError, "no such file"),
     ]

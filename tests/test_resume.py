@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_fixtures import Heard, options, stable_lines, tensor_files, train_cache
+from train_fixtures import Heard, fingerprint, options, stable_lines, tensor_files, train_cache
 
 from schemas.errors import DraftError, Interrupted
 from schemas.say import Silent
@@ -199,6 +199,27 @@ def test_nothing_to_resume_is_said(cache: str, whole: list[Path], tmp_path: Path
     assert not (tmp_path / "none").exists()
     with pytest.raises(DraftError, match=r"no checkpoint 'step-000005' in .*: choose among step-000003, step-000006"):
         train(options(), cache, str(whole[0]), "step-000005", Silent())
+
+
+def test_a_draft_that_could_not_be_replaced_is_met_before_the_first_step(
+    cache: str, whole: list[Path], tmp_path: Path
+) -> None:
+    shutil.copytree(whole[0], tmp_path / "r")
+    (tmp_path / "r/draft/README.md").write_text("about this draft")
+    before = fingerprint(tmp_path / "r")
+    with pytest.raises(DraftError, match=r"holds README.md, .*not a draft alone"):
+        train(options(run={"steps": 20}), cache, str(tmp_path / "r"), True, Silent())
+    assert fingerprint(tmp_path / "r") == before
+
+
+def test_a_path_names_a_checkpoint_of_this_run_alone(cache: str, whole: list[Path], tmp_path: Path) -> None:
+    run = copy_until(whole[0], tmp_path / "r", 14)
+    with pytest.raises(DraftError, match=r"no checkpoint .*step-000006' in .*r/checkpoints"):
+        train(options(), cache, str(run), str(whole[0] / "checkpoints/step-000006"), Silent())
+    assert list(list_checkpoints(run / "checkpoints")) == [3, 6, 9, 12, 14]
+    heard = Heard()
+    train(options(), cache, str(run), str(run / "checkpoints/../checkpoints/step-000012"), heard)
+    assert any("step-000012 at step 12 of 14" in note for note in heard.notes)
 
 
 def test_a_checkpoint_of_another_shape_is_refused(cache: str, whole: list[Path], tmp_path: Path) -> None:

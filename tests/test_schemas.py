@@ -36,6 +36,11 @@ def test_manifest_round_trip():
         (lambda m: m["identity"].update(layers=[]), "identity.layers"),
         (lambda m: m["identity"].update(top_k="64"), "identity.top_k"),
         (lambda m: m["identity"].update(codec="float16"), "identity.codec"),
+        (lambda m: m["identity"]["chunk_tokens"].pop("tokens"), "chunk_tokens has no tokens"),
+        (lambda m: m["identity"]["chunk_tokens"].update(hidden=7), "hidden 7 does not divide shard_tokens 64"),
+        (lambda m: m["identity"]["chunk_tokens"].update(hidden=0), "chunk_tokens.hidden"),
+        (lambda m: m["totals"].update(shards=-1), "totals.shards"),
+        (lambda m: m["totals"].update(samples=0), "totals.samples"),
         (lambda m: m["identity"]["target"].pop("hidden_size"), "identity.target.hidden_size: missing"),
         (lambda m: m.update(mask_token_source="guess"), "mask_token_source"),
     ],
@@ -46,6 +51,7 @@ def test_manifest_refuses(change, message):
     with pytest.raises(CacheError, match=message) as caught:
         read_manifest({ATTRIBUTE: data}, "hs.zarr")
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def test_first_difference_names_the_nested_field():
@@ -115,7 +121,10 @@ def test_chunks_are_about_a_mebibyte_of_whole_rows():
     assert chunk_rows(4096 * 2, 65_536) == 128
     assert chunk_rows(192 * 4, 16_384) == 1024
     assert chunk_rows(1 << 22, 64) == 1
-    assert chunk_rows(768, 100) == 4  # divides the shard, whatever its size
+    assert chunk_rows(768, 100) == 100  # divides the shard, whatever its size
+    assert chunk_rows(768, 100_000) == 1250
+    assert chunk_rows(768, 65_537) == 1, "a prime"
+    assert chunk_tokens("f32", 192, 8, 30_000)["tokens"] == 15_000
     assert chunk_tokens("int4", 4096, 64, 65_536)["hidden"] == 512
 
 

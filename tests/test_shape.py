@@ -177,6 +177,13 @@ def test_frequencies_that_change_with_length_are_refused(rope_type: str) -> None
             DraftError,
             "no intermediate_size: set draft.interm",
         ),
+        (
+            {k: v for k, v in QWEN3.items() if k != "max_position_embeddings"},
+            (0,),
+            {},
+            DraftError,
+            "no max_position_embeddings: choose another target",
+        ),
         ({k: v for k, v in QWEN3.items() if k != "rope_parameters"}, (0,), {}, DraftError, "no rope_theta"),
     ],
 )

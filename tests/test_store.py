@@ -21,6 +21,13 @@ def test_put_returns_size_and_checksum(tmp_path):
     assert store.size("nothing/at/all") is None
 
 
+def test_a_folder_that_cannot_be_made_is_a_fault_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DflashError, match="cannot write"):
+        LocalStore(tmp_path / "file" / "hs.zarr").put("a/b", [b"x"])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_fault_while_writing_leaves_the_old_object(tmp_path):
     path = tmp_path / "object"
     write_whole(path, [b"old"])

@@ -1,0 +1,135 @@
+"""Is a cache what it says it is? Quick: records, sizes, index. Deep: every checksum, every sample's tokens, every state finite.
+
+n rows of one sample, L layers, H hidden.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cache.chunks import ChunkReader
+from cache.codecs import check_codec, decode
+from cache.layout import read_root
+from cache.read import read_index
+from cache.store import LocalStore
+from cache.write import read_record
+from schemas.arrays import array_specs
+from schemas.errors import CacheDamaged, CacheError
+from schemas.manifest import Manifest
+from schemas.say import Say
+
+HEAD_FILES = ("target/config.json", "target/head.safetensors")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong, where, and which samples cannot be trusted for it."""
+
+    where: str
+    what: str
+    samples: tuple[str, ...] = ()
+
+
+def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
+    """Every fault of a complete cache, none where it is sound; quick takes a look-up per object, deep reads every byte.
+
+    Raises CacheError for a path that is no cache, another version or an incomplete one: there is nothing to verify yet.
+    """
+    store = LocalStore(Path(path))
+    manifest = read_root(store)
+    check_codec(manifest.identity.codec)
+    if not manifest.complete:
+        raise CacheError(f"{path} is incomplete: run the same `dflash capture` command again to finish it")
+    faults = [Fault(key, "missing") for key in HEAD_FILES if store.size(key) is None]
+    try:
+        rows = read_index(store, manifest).to_pylist()
+    except (CacheDamaged, CacheError) as fault:
+        return manifest, [*faults, Fault("index.parquet", str(fault))]
+    faults += _index_faults(manifest, rows)
+    by_shard: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_shard.setdefault(row["shard"], []).append(row)
+    shards = manifest.totals.shards
+    for shard in range(shards):
+        own = by_shard.get(shard, [])
+        found = list(_object_faults(store, manifest, shard))
+        if deep and not found:
+            found = list(_content_faults(store, manifest, shard, own))
+        touched = tuple(row["sample_id"] for row in own)
+        faults += [Fault(fault.where, fault.what, fault.samples or touched) for fault in found]
+        say.progress("verify", shard + 1, shards)
+    return manifest, faults
+
+
+def _index_faults(manifest: Manifest, rows: Sequence[dict[str, Any]]) -> Iterator[Fault]:
+    """Samples lie one behind the other, each inside its shard, and add up to the totals."""
+    shard_tokens, before = manifest.identity.shard_tokens, 0
+    for row in rows:
+        begin, end = row["offset"], row["offset"] + row["length"]
+        if begin < before or row["shard"] != begin // shard_tokens or (end - 1) // shard_tokens != row["shard"]:
+            yield Fault(
+                "index.parquet", f"rows {begin} to {end} overlap others or leave their shard", (row["sample_id"],)
+            )
+        before = end
+    totals = manifest.totals
+    held = {
+        "tokens": (sum(row["length"] for row in rows), totals.tokens),
+        "supervised": (sum(row["supervised"] for row in rows), totals.supervised),
+        "val_samples": (sum(row["split"] == "val" for row in rows), totals.val_samples),
+    }
+    for name, (index, stated) in held.items():
+        if index != stated:
+            yield Fault("index.parquet", f"holds {index} {name}, the manifest says {stated}")
+
+
+def _object_faults(store: LocalStore, manifest: Manifest, shard: int) -> Iterator[Fault]:
+    try:
+        record = read_record(store, shard)
+    except CacheError as fault:
+        yield Fault(f"shards/{shard:06d}.json", str(fault))
+        return
+    if record is None:
+        yield Fault(f"shards/{shard:06d}.json", "missing")
+        return
+    for spec in array_specs(manifest.identity, manifest.totals.shards):
+        key = spec.object_key(shard)
+        size, wanted = store.size(key), record.objects.get(key)
+        if wanted is None:
+            yield Fault(key, "not in the shard's commit record")
+        elif size != wanted.bytes:
+            yield Fault(key, "missing" if size is None else f"{size:,} bytes, the commit record says {wanted.bytes:,}")
+
+
+def _content_faults(
+    store: LocalStore, manifest: Manifest, shard: int, rows: Sequence[dict[str, Any]]
+) -> Iterator[Fault]:
+    identity, first = manifest.identity, shard * manifest.identity.shard_tokens
+    arrays: dict[str, Any] = {}
+    for spec in array_specs(identity, manifest.totals.shards):
+        try:
+            arrays[spec.name] = ChunkReader(store, spec).rows(first, identity.shard_tokens)
+        except CacheDamaged as fault:
+            yield Fault(spec.object_key(shard), str(fault).split(": ", 1)[1])
+    if len(arrays) < len(array_specs(identity, 1)):
+        return
+    for row in rows:
+        span = slice(row["offset"] - first, row["offset"] - first + row["length"])
+        ids, mask = arrays["tokens/input_ids"][span], arrays["tokens/loss_mask"][span]
+        if hashlib.sha256(ids.tobytes() + mask.tobytes()).hexdigest() != row["tokens_sha256"]:
+            yield Fault(f"shard {shard}", "tokens or mask differ from the index's hash", (row["sample_id"],))
+        if int(mask.sum()) != row["supervised"]:
+            yield Fault(f"shard {shard}", f"{int(mask.sum())} supervised, not {row['supervised']}", (row["sample_id"],))
+        for layer in identity.layers:
+            hidden_nH = decode({"hidden": arrays[f"hidden/{layer}"][span]}, identity.codec)
+            if not bool(torch.isfinite(hidden_nH).all()):
+                yield Fault(f"hidden/{layer}", "a state is not finite", (row["sample_id"],))
+            elif not bool(hidden_nH.any()):
+                yield Fault(f"hidden/{layer}", "all states are zero", (row["sample_id"],))
+        wanted = np.flatnonzero(mask[1:])
+        if not np.isfinite(arrays["logits/topk_logprobs"][span][wanted]).all():
+            yield Fault("logits/topk_logprobs", "a log-probability is not finite", (row["sample_id"],))
