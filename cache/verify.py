@@ -14,13 +14,14 @@ import torch
 
 from cache.chunks import ChunkReader
 from cache.codecs import check_codec, decode
-from cache.layout import read_root
+from cache.layout import read_root, write_root
 from cache.read import read_index
 from cache.store import LocalStore
 from cache.write import read_record
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError
 from schemas.manifest import Manifest
+from schemas.records import record_name
 from schemas.say import Say
 
 HEAD_FILES = ("target/config.json", "target/head.safetensors")
@@ -33,6 +34,7 @@ class Fault:
     where: str
     what: str
     samples: tuple[str, ...] = ()
+    shard: int | None = None
 
 
 def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
@@ -61,9 +63,22 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
         if deep and not found:
             found = list(_content_faults(store, manifest, shard, own))
         touched = tuple(row["sample_id"] for row in own)
-        faults += [Fault(fault.where, fault.what, fault.samples or touched) for fault in found]
+        faults += [Fault(fault.where, fault.what, fault.samples or touched, shard) for fault in found]
         say.progress("verify", shard + 1, shards)
     return manifest, faults
+
+
+def forget(path: str, faults: Sequence[Fault]) -> int:
+    """Make the cache incomplete again, without the damaged shards' commit records; the same capture then does just those.
+
+    Returns how many shards were forgotten. Nothing else is removed: sound shards stay committed.
+    """
+    store = LocalStore(Path(path))
+    write_root(store, read_root(store).model_copy(update={"complete": False}))
+    shards = {fault.shard for fault in faults if fault.shard is not None}
+    for shard in shards:
+        store.delete(record_name(shard))
+    return len(shards)
 
 
 def _index_faults(manifest: Manifest, rows: Sequence[dict[str, Any]]) -> Iterator[Fault]:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from cache.device import resolve_device
+from cache.verify import forget, verify
 from cache.write import CacheWriter, check_same, existing_manifest
 from capture.forward import run_shard, shard_plan
 from capture.plan import Collected, build_plan, collect
@@ -59,8 +60,13 @@ def capture(options: CaptureOptions, say: Say) -> Manifest:
     settings, found = settle(options, say), existing_manifest(options.out)
     same = _same_as(found, settings)
     if same is not None and same.complete:
-        say.note(f"{options.out} is already captured with these settings and this data: nothing to do")
-        return same
+        _, faults = verify(options.out, False, say)
+        if not faults:
+            say.note(f"{options.out} is already captured with these settings and this data: nothing to do")
+            return same
+        say.warn(f"{options.out} is damaged ({faults[0].where}: {faults[0].what}): capturing again what is")
+        forget(options.out, faults)
+        found = same = existing_manifest(options.out)
     writer = None if same is None else CacheWriter.resume(options.out)
     if writer is not None:
         missing = writer.missing_shards()
@@ -83,7 +89,7 @@ def capture(options: CaptureOptions, say: Say) -> Manifest:
         say.note(f"{options.out}: removing what another capture left there")
         _remove(options.out)
     writer = CacheWriter.create(options.out, manifest, table)
-    return _run(settings, target, writer, list(range(manifest.totals.shards)), say)
+    return _run(settings, target, writer, writer.missing_shards(), say)
 
 
 def dry_run(options: CaptureOptions, say: Say) -> DryRun:

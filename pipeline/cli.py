@@ -1,14 +1,16 @@
 """The console script `dflash`: one command per stage. Nothing here imports torch, so that help and mistakes answer at once."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 import typer
 
 from pipeline import capture_commands, measure_commands, train_command
-from schemas.errors import DflashError
+from schemas.errors import DflashError, Interrupted
 
 app = typer.Typer(
     name="dflash",
@@ -29,6 +31,7 @@ for command in (
 ):
     app.command()(command)
 
+INTERRUPTED = 130
 # What typer raises for arguments that do not fit: the common base of its unknown options, bad values and missing ones.
 UsageFault: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -40,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not sys.stderr.isatty():
         # Libraries draw bars of their own, which a log holds as one endless line.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGTERM, _stop)
     words = with_resume_value([word for word in words if word != "--debug"])
     try:
         code = app(words, prog_name="dflash", standalone_mode=False)
+        if code == INTERRUPTED:  # typer turns Ctrl-C into a silent code
+            raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except DflashError as fault:
         _fail(str(fault), fault.exit_code, debug)
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             debug,
         )
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; the same command goes on where it stopped (train: add --resume)", 130, debug)
+        _fail("interrupted; the same command goes on where it stopped (train: add --resume)", INTERRUPTED, debug)
 
 
 def with_resume_value(words: Sequence[str]) -> list[str]:
@@ -69,6 +75,11 @@ def with_resume_value(words: Sequence[str]) -> list[str]:
         if word == "--resume" and following.startswith("--"):
             filled.append(train_command.NEWEST)
     return filled
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    # Training takes the signal over while it can save; every other command keeps on disk what it has done.
+    raise Interrupted("stopped by SIGTERM: the same command goes on where it stopped")
 
 
 def _fail(message: str, code: int, debug: bool) -> None:

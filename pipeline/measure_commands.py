@@ -122,9 +122,13 @@ def verify(
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every byte: checksums, tokens' hashes, finite states.")
     ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Forget damaged shards, so that the next capture redoes just those.")
+    ] = False,
     json: JsonFile = None,
 ) -> None:
     """Say whether a cache is what it says it is, and if not what is damaged and which samples that touches."""
+    from cache.verify import forget
     from cache.verify import verify as find_faults
     from pipeline.inspect import faults_text
     from pipeline.results import write_json
@@ -134,8 +138,14 @@ def verify(
     if json is not None:
         write_json(Path(json), {"cache": cache, "deep": deep, "faults": [asdict(fault) for fault in faults]})
     print(faults_text(cache, manifest, faults, deep))
+    if faults and repair:
+        print(
+            f"{forget(cache, faults)} shards forgotten: run the same `dflash capture` command again, it does what is missing"
+        )
     if faults:
-        raise CacheDamaged(f"{cache} is damaged ({len(faults)} faults): remove it and capture again")
+        raise CacheDamaged(
+            f"{cache} is damaged ({len(faults)} faults): --repair it, then run the same `dflash capture` again"
+        )
 
 
 def compare(

@@ -205,6 +205,24 @@ def test_other_data_and_other_weights_are_refused(finished, folder, target, data
         capture(capture_options(str(retrained), data, finished, layers=(0, 2)), Recorder())
 
 
+@pytest.mark.parametrize("harm", ["object", "record", "index", "head"])
+def test_the_same_command_mends_a_damaged_cache(finished, folder, target, data, harm):
+    out = folder / f"damaged-{harm}"
+    shutil.copytree(finished, out)
+    before = contents(out)
+    names = {
+        "object": "hidden/2/c/1/0",
+        "record": "shards/000001.json",
+        "index": "index.parquet",
+        "head": "target/head.safetensors",
+    }
+    (out / names[harm]).unlink()
+    say = Recorder()
+    assert capture(capture_options(target, data, out, layers=(0, 2)), say).complete
+    assert any("is damaged" in warning for warning in say.warnings)
+    assert contents(out) == before
+
+
 def test_overwrite(finished, folder, target, data):
     out = folder / "overwritten"
     shutil.copytree(finished, out)

@@ -1,8 +1,10 @@
 """The face: help, options, and one `error:` line with the right exit code for each mistake."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from cache_fixtures import make_cache
@@ -158,3 +160,19 @@ def test_compare_prints_the_table():
     assert lines[1].index("uniform") == lines[2].index("1.683")
     assert lines[1].index("walk") == lines[2].index("1.400")
     assert lines[0].index("decoded") == lines[3].index("1.800")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_capture_that_is_stopped_says_how_to_go_on(tmp_path, tiny_chat, number, code):
+    command = [sys.executable, "-c", "from pipeline.cli import main; main()", "capture", "--target", tiny_chat, "--layers", "1,2",
+               "--shard-tokens", "2048", "--max-length", "512", "--out", str(tmp_path / "hs.zarr")]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "hs.zarr" / "shards").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert err.strip().splitlines()[-1].startswith("error: ")
+    assert "the same command goes on" in err
+    assert not list((tmp_path / "hs.zarr").glob(".tmp-*/*")), "no unfinished object is left"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cache_fixtures import begin_cache, make_cache, shard_arrays
 
+from cache.read import open_cache
 from cache.verify import verify
 from pipeline.cli import main
 from schemas.errors import CacheError
@@ -118,3 +119,14 @@ def test_the_command_exits_1_and_names_the_samples(sound, tmp_path, capsys):
     assert "1 faults, 4 of 12 samples touched" in out
     assert err.strip().splitlines()[-1].startswith("error: ")
     assert json.loads((tmp_path / "faults.json").read_text())["faults"][0]["where"] == "hidden/2/c/1/0"
+
+
+def test_repair_forgets_the_damaged_shard_alone(sound, tmp_path, capsys):
+    path = damaged(sound, tmp_path, lambda p: flip(p / "hidden/2/c/1/0"))
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", path, "--deep", "--repair"])
+    assert caught.value.code == 1
+    assert "1 shards forgotten" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "hs.zarr" / "shards").iterdir()) == ["000000.json", "000002.json"]
+    with pytest.raises(CacheError, match=r"incomplete \(2 of 3 shards\)"):
+        open_cache(path)
