@@ -48,6 +48,10 @@ class Blocks:
     prefix_N: Tensor
     block_size: int
 
+    def to(self, device: torch.device | str) -> "Blocks":
+        """The same blocks on a device."""
+        return Blocks(self.anchor_N.to(device), self.sample_N.to(device), self.prefix_N.to(device), self.block_size)
+
 
 def make_blocks(samples: PackedSamples, anchor_N: Tensor, block_size: int, prefix_N: Tensor | None = None) -> Blocks:
     """The blocks of given anchors (ascending packed rows, so samples ascend too). Without `prefix_N` each shows its anchor alone."""

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cache.store import fsync_folder, write_whole
+from cache.store import TEMPORARY, fsync_folder, write_whole
 from draft.model import Draft, cast
 from schemas.draft import DraftConfig
 from schemas.errors import DraftError
@@ -29,17 +29,19 @@ def save_draft(folder: str | Path, draft: Draft, dtype: Dtype = "bfloat16") -> N
     where `folder` holds anything but a draft of the same config.
     """
     folder = Path(folder)
-    config = (json.dumps(draft.config.model_copy(update={"dtype": dtype}).to_json(), indent=2) + "\n").encode()
+    check_place(folder, draft.config, dtype)
+    config = _config_bytes(draft.config, dtype)
     tensors = {key: value.detach().to("cpu", DTYPES[dtype]).contiguous() for key, value in draft.state_dict().items()}
     weights = save(tensors, metadata={"format": "pt"})
-    if folder.is_dir() and any(folder.iterdir()):
-        _check_replaceable(folder, config)
+    # What a killed write left behind.
+    for left in (*folder.glob(f"{TEMPORARY}*-{WEIGHTS}"), *folder.parent.glob(f"{TEMPORARY}*-{folder.name}")):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    if (folder / CONFIG).is_file():
         # The config is the same to the byte, so replacing one file replaces the draft.
         write_whole(folder / WEIGHTS, [weights])
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".tmp-{os.getpid()}-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = folder.with_name(f"{TEMPORARY}{os.getpid()}-{folder.name}")
     try:
         write_whole(temporary / CONFIG, [config])
         write_whole(temporary / WEIGHTS, [weights])
@@ -50,14 +52,23 @@ def save_draft(folder: str | Path, draft: Draft, dtype: Dtype = "bfloat16") -> N
     fsync_folder(folder.parent)
 
 
-def _check_replaceable(folder: Path, config: bytes) -> None:
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")}
+def check_place(folder: Path, config: DraftConfig, dtype: Dtype) -> None:
+    """DraftError where `save_draft` would refuse `folder`: it holds something else, or a draft of another config."""
+    names = (
+        {path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY)} if folder.is_dir() else set()
+    )
+    if not names:
+        return
     if names != {CONFIG, WEIGHTS}:
         raise DraftError(
             f"{folder} holds {', '.join(sorted(names)[:3])}, not a draft alone: name another folder, or empty it"
         )
-    if (folder / CONFIG).read_bytes() != config:
+    if (folder / CONFIG).read_bytes() != _config_bytes(config, dtype):
         raise DraftError(f"{folder} holds a draft of another config: name another folder, or remove it")
+
+
+def _config_bytes(config: DraftConfig, dtype: Dtype) -> bytes:
+    return (json.dumps(config.model_copy(update={"dtype": dtype}).to_json(), indent=2) + "\n").encode()
 
 
 def read_draft_config(folder: str | Path) -> DraftConfig:

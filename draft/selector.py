@@ -24,13 +24,8 @@ class CandidateSelector(nn.Module):
 
     def scores(self, hidden_RH: Tensor, unary_RK: Tensor, candidate_RK: Tensor, predecessor_R: Tensor) -> Tensor:
         """Scores [R, K] of candidates, given the token before each slot."""
-        return self.rescore(self.hidden_projection(hidden_RH), unary_RK, candidate_RK, predecessor_R)
-
-    def rescore(self, projected_Rr: Tensor, unary_RK: Tensor, candidate_RK: Tensor, predecessor_R: Tensor) -> Tensor:
-        """As `scores`, from hidden states already projected."""
-        left_Rr = nn.functional.embedding(predecessor_R, self.predecessor_codebook) * projected_Rr
         right_RKr = nn.functional.embedding(candidate_RK, self.successor_codebook)
-        return unary_RK + (right_RKr @ left_Rr[:, :, None])[:, :, 0]
+        return self._rescore(self.hidden_projection(hidden_RH), unary_RK, right_RKr, predecessor_R)
 
     def walk(self, hidden_NBH: Tensor, logits_NBV: Tensor, verified_N: Tensor) -> tuple[Tensor, Tensor]:
         """Greedy path through slots 1..B-1, left to right from the verified token of slot 0.
@@ -42,8 +37,11 @@ class CandidateSelector(nn.Module):
         right_NBKr = nn.functional.embedding(candidate_NBK, self.successor_codebook)
         chosen_N, path = verified_N, []
         for slot in range(hidden_NBH.shape[1]):
-            left_Nr = nn.functional.embedding(chosen_N, self.predecessor_codebook) * projected_NBr[:, slot]
-            scores_NK = unary_NBK[:, slot] + (right_NBKr[:, slot] @ left_Nr[:, :, None])[:, :, 0]
+            scores_NK = self._rescore(projected_NBr[:, slot], unary_NBK[:, slot], right_NBKr[:, slot], chosen_N)
             chosen_N = candidate_NBK[:, slot].gather(1, scores_NK.argmax(-1, keepdim=True))[:, 0]
             path.append(chosen_N)
         return torch.stack(path, 1), candidate_NBK
+
+    def _rescore(self, projected_Rr: Tensor, unary_RK: Tensor, right_RKr: Tensor, predecessor_R: Tensor) -> Tensor:
+        left_Rr = nn.functional.embedding(predecessor_R, self.predecessor_codebook) * projected_Rr
+        return unary_RK + (right_RKr @ left_Rr[:, :, None])[:, :, 0]

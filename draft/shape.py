@@ -77,7 +77,8 @@ def _architecture(options: DraftOptions) -> str:
 
 def _needed(text: Mapping[str, Any], key: str) -> Any:
     if text.get(key) is None:
-        raise DraftError(f"the target's config has no {key}: set draft.{key}, or choose another target")
+        own = f"set draft.{key}, or " if key in DraftOptions.model_fields else ""
+        raise DraftError(f"the target's config has no {key}: {own}choose another target")
     return text[key]
 
 

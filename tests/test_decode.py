@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from reference import MASK, lively_draft, random_samples, small_config
+from torch import Tensor
 from trained import EOS, NEW_TOKENS, answered_samples, answers, prompts, tiny_head, tiny_target, trained_draft
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from draft.accept import evaluate_samples
 from draft.decode import DraftContext, decode_plain, decode_prompts, decode_speculative, head_of
 from schemas.errors import DraftError
+from schemas.manifest import Codec
 from target.load import Target
 
 DRAFTS = [("dflash", None), ("dflash2", None), ("dflash2", 8)]
@@ -59,7 +61,25 @@ def test_an_answer_ends_at_the_end_token_or_at_the_limit() -> None:
     assert first.tokens == answer[:1] and first.accepted == [] and first.forwards == 1
 
 
-def test_the_codec_changes_what_the_draft_sees_and_never_the_answer() -> None:
+def test_the_draft_sees_the_states_as_a_cache_of_the_codec_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, target, (_, ids) = trained_draft("dflash2"), tiny_target(), prompts()[0]
+    seen: list[Tensor] = []
+    real = DraftContext.extend
+
+    def watched(self: DraftContext, hidden_TLH: Tensor) -> None:
+        seen.append(hidden_TLH)
+        real(self, hidden_TLH)
+
+    monkeypatch.setattr(DraftContext, "extend", watched)
+    codecs: tuple[Codec | None, ...] = (None, "f32", "bf16")
+    for codec in codecs:
+        decode_speculative(draft, target, tiny_head(), ids, 1, EOS, codec)
+    exact, same, coarse = seen
+    assert exact.dtype == same.dtype == torch.float32 and torch.equal(same, exact)
+    assert torch.equal(coarse.float(), exact.bfloat16().float()) and not torch.equal(coarse.float(), exact)
+
+
+def test_the_codec_never_changes_the_answer() -> None:
     draft, target = trained_draft("dflash2"), tiny_target()
     exact = decode_prompts(draft, target, prompts()[:4], 24, EOS, lengths=True)
     coarse = decode_prompts(draft, target, prompts()[:4], 24, EOS, codec="bf16", lengths=True)

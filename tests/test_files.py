@@ -110,6 +110,21 @@ def test_a_first_write_that_dies_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
+    made = saved(tmp_path / "draft")
+    (tmp_path / "draft/.tmp-1-model.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-1-draft").mkdir()
+    (tmp_path / ".tmp-1-draft/config.json").write_text("{")
+    (tmp_path / ".tmp-1-other").mkdir()
+    save_draft(tmp_path / "draft", made, "float32")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        ".tmp-1-other",
+        "config.json",
+        "draft",
+        "model.safetensors",
+    ]
+
+
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DraftError, match=r"holds notes.txt, not a draft alone"):

@@ -146,6 +146,18 @@ def test_micro_batches_add_up_to_the_step(kind: str) -> None:
     assert_same(gradients(draft, torch.stack(shares).sum()), expected)
 
 
+def test_a_denominator_is_the_valid_slots_weight_however_steep_the_decay() -> None:
+    """exp((l - k) / gamma) of a slot before a long prefix overflows: it is no target and must not reach the sum."""
+    draft, head = lively_draft(small_config()), random_head()
+    samples, blocks = micro_batch(prefix=True)
+    steep = LossOptions(gamma=0.02)
+    weight_NB = slot_weights(blocks, steep.gamma if isinstance(steep.gamma, float) else None)
+    assert not weight_NB.isfinite().all(), "nothing overflows: the test shows nothing"
+    counted = denominators(draft, head, samples, blocks, steep, MASK)["base_weight"]
+    assert counted.item() == objective(draft, head, samples, blocks, steep, MASK)["base_weight"].item()
+    assert counted.isfinite()
+
+
 def test_a_batch_without_a_valid_slot_has_no_loss() -> None:
     draft, head = lively_draft(small_config("dflash2")), random_head()
     samples, blocks = micro_batch()
@@ -154,6 +166,18 @@ def test_a_batch_without_a_valid_slot_has_no_loss() -> None:
     assert all(value.item() == 0 for value in sums.values())
     loss = total_loss(sums, sums, OPTIONS)
     assert loss.item() == 0 and all((gradient == 0).all() for gradient in gradients(draft, loss).values())
+
+
+def test_a_slots_input_is_the_targets_row_times_its_embedding_scale() -> None:
+    draft, plain = lively_draft(small_config()), random_head()
+    scaled = replace(plain, embedding_scale=3.0)
+    multiplied = replace(plain, embed_VH=plain.embed_VH * 3.0)
+    samples, blocks = micro_batch()
+    losses = [
+        objective(draft, head, samples, blocks, OPTIONS, MASK)["base_loss"].item()
+        for head in (plain, scaled, multiplied)
+    ]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6) and losses[1] != pytest.approx(losses[0], rel=1e-3)
 
 
 def test_the_target_gets_no_gradient() -> None:

@@ -99,6 +99,12 @@ def test_decoding_prompts_of_a_file(folder, tiny_chat):
     figures = json.loads((folder / "file.json").read_text())
     assert figures["lossless"] == {"equal": 3, "prompts": 3}
     assert figures["prompts"] == "prompts.jsonl"
+    idle = dflash(
+        "evaluate", "--draft", "runs/short", "--cache", "hs.zarr", "--limit", "2", "--no-through-codec", cwd=folder
+    )
+    assert "through_codec=False has no effect without --target" in idle
+    # A few prompts or samples are no measurement of the run.
+    assert not (folder / "runs/short/evaluation").exists()
 
 
 def test_training_opens_no_target_and_writes_nothing_into_the_cache(folder, tmp_path):

@@ -29,22 +29,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
-        samples, blocks = self.samples, self.blocks
-        return replace(
-            self,
-            samples=PackedSamples(
-                samples.input_ids_T.to(device),
-                samples.loss_mask_T.to(device),
-                samples.hidden_TLH.to(device),
-                samples.lengths,
-            ),
-            blocks=replace(
-                blocks,
-                anchor_N=blocks.anchor_N.to(device),
-                sample_N=blocks.sample_N.to(device),
-                prefix_N=blocks.prefix_N.to(device),
-            ),
-        )
+        return replace(self, samples=self.samples.to(device), blocks=self.blocks.to(device))
 
 
 @dataclass(frozen=True)
@@ -104,9 +89,6 @@ def draw_blocks(samples: PackedSamples, micro: MicroBatch, draw: Draw) -> tuple[
             prefixes.append(draw_prefixes(len(drawn), draw.block_size, draw.prefix_base, draw.seed, micro.epoch, row))
     anchor_N = torch.from_numpy(np.concatenate(anchors))
     prefix_N = None if draw.prefix_base is None else torch.from_numpy(np.concatenate(prefixes))
-    if not micro.rows:
-        ones_N = torch.ones_like(anchor_N)
-        return Blocks(anchor_N, ones_N, ones_N, draw.block_size), 0
     return make_blocks(samples, anchor_N, draw.block_size, prefix_N), without_anchor
 
 

@@ -24,6 +24,7 @@ def val_line(draft: Draft, cache: Cache) -> dict[str, Any]:
         base = report["backbone"]
         line |= {
             "val/base_loss": base["loss"],
+            "val/selector_loss": report["loss"] - base["loss"],
             "val/base_accuracy": base["accuracy"],
             "val/base_accept_len": base["walk"]["acceptance"],
         }

@@ -121,6 +121,7 @@ def denominators(
     """
     if draft.candidate_selector is None:
         weight_NB = slot_weights(blocks, resolve_gamma(options, blocks.block_size))
-        return {"base_weight": (weight_NB * block_valid(samples, blocks)).sum()}
+        # Picked, not multiplied by 0: the weight of a slot before a long prefix may be infinite.
+        return {"base_weight": weight_NB[block_valid(samples, blocks)].sum()}
     sums = objective(draft, head, samples, blocks, options, mask_token_id, slice_rows)
     return {key: sums[key] for key in ("base_weight", "selector_weight")}

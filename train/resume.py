@@ -35,7 +35,8 @@ def where_to_begin(
     if resume is not True:
         named = {path.name: path for path in checkpoints.values()}
         path = named.get(Path(resume).name)
-        if path is None:
+        # A path may lead to another run's checkpoint of the same name.
+        if path is None or (resume != path.name and Path(resume).resolve() != path.resolve()):
             raise DraftError(
                 f"no checkpoint {resume!r} in {run / CHECKPOINTS}: choose among {', '.join(named) or 'none'}"
             )

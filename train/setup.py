@@ -8,6 +8,7 @@ import torch
 from cache.layout import read_root
 from cache.read import Cache, open_cache
 from cache.store import LocalStore
+from draft.files import check_place
 from draft.model import new_draft
 from draft.shape import draft_config
 from schemas.errors import OptionError, TrainFault
@@ -18,7 +19,7 @@ from train.checkpoint import TrainState
 from train.optim import make_optimizers
 from train.resolve import resolve_options
 from train.resume import clear_after, restore, where_to_begin
-from train.rundir import CHECKPOINTS, provenance_of, write_run
+from train.rundir import CHECKPOINTS, DRAFT, provenance_of, write_run
 from train.step import Learner
 from train.stream import Order, order_of, sample_order, steps_of
 
@@ -48,6 +49,8 @@ def prepare(options: TrainOptions, cache_path: str, out: str, resume: str | bool
     steps = _steps(options, order)
     run, provenance = Path(out), provenance_of(cache, cache_path)
     checkpoint = where_to_begin(run, options, provenance, resume, steps, say)
+    # The last thing a run writes; better refused now than after hours of steps.
+    check_place(run / DRAFT, learner.draft.config, options.run.draft_dtype)
     if first_anchor(cache, options.draft.block_size, order.row_S[sample_order(order, 0)].tolist()) is None:
         raise TrainFault(
             f"none of the {len(order.row_S)} training samples of {cache_path} has a supervised token followed by another within a "
@@ -83,8 +86,11 @@ def _steps(options: TrainOptions, order: Order) -> int:
 
 
 def _check_val(options: TrainOptions, cache: Cache) -> None:
-    if options.run.eval_every and not cache.manifest.totals.val_samples:
+    if not options.run.eval_every:
+        return
+    held_out = [row for row, split in enumerate(cache.index["split"].to_pylist()) if split == "val"]
+    if first_anchor(cache, options.draft.block_size, held_out) is None:
         raise OptionError(
-            f"run.eval_every={options.run.eval_every}, but {cache.path} holds no held-out samples: set it to 0, or capture with a "
-            "larger --val-fraction"
+            f"run.eval_every={options.run.eval_every}, but {cache.path} holds no held-out samples with an anchor: set it to 0, or "
+            "capture with a larger --val-fraction"
         )
