@@ -58,7 +58,7 @@ TARGET_smollm2 := work/smollm2/model
 LAYERS_smollm2 := 1,10,19,28
 ANSWER_smollm2 := 96
 TRAIN_smollm2 := --config demo/smollm2.yaml
-STEPS_smollm2_dflash := 400
+STEPS_smollm2_dflash := 300
 STEPS_smollm2_dflash2 := 400
 
 demo: work/demo/table.txt ## answer, capture, train and evaluate on the shipped tiny model; ends with the table (8 minutes at most)

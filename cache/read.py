@@ -58,7 +58,10 @@ class Cache:
         data = self.store.get("target/config.json")
         if data is None:
             raise CacheDamaged(f"{self.path}/target/config.json is missing: capture again")
-        config: dict[str, Any] = json.loads(data)
+        try:
+            config: dict[str, Any] = json.loads(data)
+        except ValueError as fault:
+            raise CacheDamaged(f"{self.path}/target/config.json is not JSON ({fault}): capture again") from None
         return config
 
     def tokens(self, offset: int, length: int) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,7 @@ def draft_config(
         "hidden_act": text.get("hidden_act") or text.get("hidden_activation") or "silu",
         "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": _needed(text, "max_position_embeddings"),
+        **{key: text.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "tie_word_embeddings": identity.target.tied,
         "layer_types": ["full_attention" if options.sliding_window is None else "sliding_attention"]
         * options.num_layers,

@@ -55,6 +55,10 @@ class DraftConfig(Strict):
     rms_norm_eps: float = Field(gt=0)
     max_position_embeddings: int = Field(ge=1)
     initializer_range: float = Field(0.02, gt=0)
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
     attention_bias: Literal[False] = False
     attention_dropout: float = Field(0.0, ge=0, le=0)
     tie_word_embeddings: bool

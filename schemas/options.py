@@ -78,7 +78,7 @@ class DraftOptions(Strict):
 class LossOptions(Strict):
     """What is minimised. gamma "auto": 7, 5, 4 for blocks of 16, 10, 8, else half the block; None: no decay."""
 
-    gamma: float | Literal["auto"] | None = "auto"
+    gamma: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"
     selector_weight: float = Field(1.0, ge=0)
     prefix: Literal["fixed", "variable"] = "fixed"
     prefix_base: float = Field(0.9, gt=0, le=1)

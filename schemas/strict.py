@@ -11,7 +11,7 @@ from schemas.errors import DflashError
 class Strict(BaseModel):
     """A frozen record that refuses unknown keys and silent conversions (the string "8" is not the number 8)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -24,8 +24,9 @@ def parse(model: type[Model], data: Any, where: str, error: type[DflashError]) -
     `hs.zarr/zarr.json: identity.layers.0: Input should be a valid integer (got 'one')`.
     """
     try:
-        # Through JSON, since there strict mode takes a list for a tuple, which it refuses from Python objects.
-        return model.model_validate_json(json.dumps(data))
+        # Through JSON, since there strict mode takes a list for a tuple, which it refuses from Python objects. What JSON
+        # has not, such as YAML's dates, becomes text, which no option of another kind takes.
+        return model.model_validate_json(json.dumps(data, default=str))
     except ValidationError as fault:
         raise error(f"{where}: {describe(fault)}") from None
 

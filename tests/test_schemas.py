@@ -1,5 +1,6 @@
 """Everything on disk and in configs: round trips, unknown keys, wrong types, versions."""
 
+import datetime
 import io
 import json
 
@@ -153,6 +154,11 @@ def test_options_round_trip_and_refuse_unknown_keys(model, minimal):
         ({"optim": {"betas": [0.9]}}, "optim.betas"),
         ({"run": {"steps": 10, "epochs": 2}}, "steps and epochs"),
         ({"loss": {"gamma": "often"}}, "loss.gamma"),
+        ({"loss": {"gamma": -3.0}}, "loss.gamma"),
+        ({"loss": {"gamma": 0}}, "loss.gamma"),
+        ({"optim": {"lr": float("inf")}}, "config.yaml"),
+        ({"optim": {"lr": float("nan")}}, "config.yaml"),
+        ({"data": {"seed": datetime.date(2024, 1, 1)}}, "data.seed.*2024-01-01"),
     ],
 )
 def test_train_options_refuse(data, message):
