@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
 
 from schemas.errors import OptionError
+from schemas.strict import Strict, parse
+
+Options = TypeVar("Options", bound=Strict)
 
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[
@@ -35,9 +38,13 @@ def layer_list(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(part) for part in parts)
 
 
-def given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that were given: those that are not None or empty, so that defaults stay in the schema alone."""
-    return {name: value for name, value in arguments.items() if value is not None and value != ()}
+def options_of(model: type[Options], arguments: Mapping[str, Any]) -> Options:
+    """A command's options out of its parameters, which have the same names; None leaves the schema's default.
+
+    Raises OptionError that names the flag: `--top-k: Input should be greater than or equal to 1 (got 0)`.
+    """
+    given = {name: arguments[name] for name in model.model_fields if arguments.get(name) is not None}
+    return parse(model, given, "", OptionError, lambda key: f"--{key.split('.')[0].replace('_', '-')}")
 
 
 def read_yaml(path: str) -> dict[str, Any]:

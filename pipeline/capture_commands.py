@@ -4,11 +4,9 @@ from typing import Annotated
 
 import typer
 
-from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, given, layer_list
+from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, layer_list, options_of
 from pipeline.console import Console
-from schemas.errors import OptionError
 from schemas.options import CaptureOptions, RegenerateOptions
-from schemas.strict import parse
 
 
 def capture(
@@ -55,17 +53,7 @@ def capture(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Run the frozen target once and write its hidden states, top-k logits and loss masks into a cache."""
-    options = parse(
-        CaptureOptions,
-        given(
-            target=target, layers=layer_list(layers), data=tuple(data or ()), out=out, codec=codec, top_k=top_k,
-            max_length=max_length, val_fraction=val_fraction, shard_tokens=shard_tokens, batch_tokens=batch_tokens,
-            limit=limit, mask_token_id=mask_token_id, skip_bad_rows=skip_bad_rows, overwrite=overwrite, device=device,
-            dtype=dtype, attn=attn, trust_remote_code=trust_remote_code,
-        ),
-        "capture",
-        OptionError,
-    )  # fmt: skip
+    options = options_of(CaptureOptions, locals() | {"layers": layer_list(layers)})
     from capture import run
     from pipeline.inspect import plan_text, summary_text
 
@@ -93,15 +81,7 @@ def regenerate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer prompts with the target itself, greedily: a draft learns best from what its target says."""
-    options = parse(
-        RegenerateOptions,
-        given(
-            target=target, prompts=prompts, out=out, max_new_tokens=max_new_tokens, limit=limit, batch_tokens=batch_tokens,
-            device=device, dtype=dtype, attn=attn, trust_remote_code=trust_remote_code,
-        ),
-        "regenerate",
-        OptionError,
-    )  # fmt: skip
+    options = options_of(RegenerateOptions, locals())
     from capture.regenerate import regenerate as answer
 
     with Console() as say:

@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, given
+from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, options_of
 from pipeline.console import Console
 from pipeline.inspect import rows_text
-from schemas.errors import CacheDamaged, OptionError
+from schemas.errors import CacheDamaged
 from schemas.options import EvaluateOptions
-from schemas.strict import parse
 
 JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON, too.")]
 
@@ -46,15 +45,7 @@ def evaluate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say how many tokens a draft gets accepted: from the cache alone, or by decoding with the target."""
-    options = parse(
-        EvaluateOptions,
-        given(
-            draft=draft, cache=cache, target=target, prompts=prompts, split=split, max_new_tokens=max_new_tokens, limit=limit,
-            through_codec=through_codec, lengths=lengths, device=device, dtype=dtype, attn=attn, trust_remote_code=trust_remote_code,
-        ),
-        "evaluate",
-        OptionError,
-    )  # fmt: skip
+    options = options_of(EvaluateOptions, locals())
     from pipeline.evaluate import evaluate as run_evaluation
 
     with Console() as say:
