@@ -113,10 +113,16 @@ def verify(
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every byte: checksums, tokens' hashes, finite states.")
     ] = False,
+    target: Annotated[
+        str | None, typer.Option(help="Also run --samples random samples again with this target.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many samples to run again.")] = 16,
     repair: Annotated[
         bool, typer.Option("--repair", help="Forget damaged shards, so that the next capture redoes just those.")
     ] = False,
     json: JsonFile = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say whether a cache is what it says it is, and if not what is damaged and which samples that touches."""
     from cache.verify import forget
@@ -126,6 +132,10 @@ def verify(
 
     with Console() as say:
         manifest, faults = find_faults(cache, deep, say)
+        if target is not None and not faults:
+            from capture.recheck import recheck
+
+            faults = recheck(cache, target, samples, device, trust_remote_code, say)
     if json is not None:
         write_json(Path(json), {"cache": cache, "deep": deep, "faults": [asdict(fault) for fault in faults]})
     print(faults_text(cache, manifest, faults, deep))
