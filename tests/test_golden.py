@@ -67,10 +67,11 @@ def samples_of(case: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Packed
     """The rows (or their documents) laid end to end, and the packed row of each place [batch, S]."""
     ids = tensors["input_ids"]
     documents = tensors["seq_lens"].tolist() if "seq_lens" in tensors else [[ids.shape[1]]] * ids.shape[0]
-    lengths = tuple(length for row in documents for length in row if length)
+    # Tokens behind a row's last document are a sample of their own, which no block is drawn from.
+    filled = [[*row, ids.shape[1] - sum(row)] for row in documents]
+    lengths = tuple(length for row in filled for length in row if length)
     layers = case["draft_config"]["dflash_config"]["target_layer_ids"]
     hidden = torch.stack([tensors[f"hidden.{layer}"] for layer in layers], 2)
-    assert sum(lengths) == ids.numel(), "a case's documents fill its rows"
     packed = PackedSamples(ids.flatten(), tensors["loss_mask"].flatten().bool(), hidden.flatten(0, 1), lengths)
     return packed, torch.arange(ids.numel()).view_as(ids)
 
@@ -117,7 +118,9 @@ def test_golden_case(folder: Path) -> None:
     block_size = draft.config.block_size
     samples, rows = samples_of(case, tensors)
     blocks, kept = blocks_of(tensors, samples, rows, block_size)
-    head = TargetHead(tensors["target.embed_tokens.weight"], tensors["target.lm_head.weight"])
+    own = draft.config.dflash_config
+    scales = (own.input_embedding_scale or 1.0, own.output_multiplier or 1.0, own.final_logit_softcapping)
+    head = TargetHead(tensors["target.embed_tokens.weight"], tensors["target.lm_head.weight"], *scales)
     options = LossOptions(gamma=case["options"]["gamma"], selector_weight=case["options"].get("sel_w", 1.0))
 
     captured: list[Tensor] = []
