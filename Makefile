@@ -47,18 +47,22 @@ PROMPTS := demo/prompts.jsonl
 # --val-fraction is chosen so that 48 prompts are held out; the split is by hash, so they are the same on every machine.
 VAL_FRACTION := 0.0425
 
+# What only one kind of draft has.
+KIND_dflash :=
+KIND_dflash2 := --set draft.selector_rank=64
+
 TARGET_demo := demo/tiny-chat
 LAYERS_demo := 1,2,4
 ANSWER_demo := 96
 TRAIN_demo := --config demo/tiny.yaml
-STEPS_demo_dflash := 500
-STEPS_demo_dflash2 := 500
+STEPS_demo_dflash := 600
+STEPS_demo_dflash2 := 600
 
 TARGET_smollm2 := work/smollm2/model
 LAYERS_smollm2 := 1,10,19,28
 ANSWER_smollm2 := 96
 TRAIN_smollm2 := --config demo/smollm2.yaml
-STEPS_smollm2_dflash := 300
+STEPS_smollm2_dflash := 400
 STEPS_smollm2_dflash2 := 400
 
 demo: work/demo/table.txt ## answer, capture, train and evaluate on the shipped tiny model; ends with the table (8 minutes at most)
@@ -85,7 +89,7 @@ endef
 define DRAFT
 work/$(1)/$(2)/draft/model.safetensors: work/$(1)/captured $(lastword $(TRAIN_$(1)))
 	test work/$(1)/$(2)/config.yaml -nt work/$(1)/captured || rm -rf work/$(1)/$(2)
-	$(DFLASH) train --cache work/$(1)/hs.zarr --draft $(2) $(TRAIN_$(1)) --steps $(STEPS_$(1)_$(2)) --out work/$(1)/$(2) \
+	$(DFLASH) train --cache work/$(1)/hs.zarr --draft $(2) $(TRAIN_$(1)) $(KIND_$(2)) --steps $(STEPS_$(1)_$(2)) --out work/$(1)/$(2) \
 	    $$$$(test -d work/$(1)/$(2)/checkpoints && echo --resume)
 
 work/$(1)/$(2)/evaluation/cache.json: work/$(1)/$(2)/draft/model.safetensors
