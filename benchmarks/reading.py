@@ -36,7 +36,7 @@ def example() -> Manifest:
         dtype="bfloat16", tp=1, mask_token_id=0, max_length=LENGTH, val_fraction=0.0, seed=0, shard_tokens=SHARD_TOKENS,
         batch_tokens=LENGTH, chunk_tokens=chunk_tokens("bf16", HIDDEN, TOP_K, SHARD_TOKENS),
     )  # fmt: skip
-    totals = Totals(samples=0, tokens=0, supervised=0, shards=SHARDS, val_samples=0)
+    totals = Totals(samples=1, tokens=1, supervised=1, shards=SHARDS, val_samples=0)
     return Manifest(
         complete=False, identity=identity, sources=(), totals=totals, mask_token_source="user", record={}
     )  # fmt: skip
