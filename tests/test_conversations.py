@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 from capture_fixtures import talk, write_jsonl
@@ -81,11 +82,12 @@ def test_any_row_is_read_or_refused(row, valid_messages):
         row["messages"] = talk("a", "b")["messages"]
     line = Line("f.jsonl", 4, 3, json.dumps(row).encode())
     for parse in (parse_conversation, parse_prompt):
+        refusal = ""
         try:
             assert parse(line).line is line
         except BadRow as fault:
-            assert str(fault).startswith("f.jsonl:4: ")
-            assert "\n" not in str(fault)
+            refusal = str(fault)
+        assert not refusal or re.fullmatch(r"f\.jsonl:4: .+", refusal)
 
 
 @settings(max_examples=100, deadline=None)
