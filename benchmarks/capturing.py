@@ -14,8 +14,8 @@ import torch
 
 from cache.write import CacheWriter
 from capture.forward import make_batch, run_shard, shard_plan, token_arrays
-from capture.run import plan_capture
-from capture.settings import settle
+from capture.planning import plan_capture
+from capture.settings import scan_data, settle
 from schemas.options import CaptureOptions
 from schemas.say import Silent
 from target.load import load_target
@@ -33,7 +33,7 @@ def main() -> None:
             limit=arguments.rows, max_length=512, shard_tokens=16_384, batch_tokens=2048,
         )  # fmt: skip
         settings = settle(options, Silent())
-        manifest, table, _ = plan_capture(settings, Silent())
+        manifest, table, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
         target = load_target(settings.ref, "float32", "cpu")
         identity, shards = manifest.identity, range(manifest.totals.shards)
         plans = [shard_plan(table, shard, identity.shard_tokens) for shard in shards]

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cache.codecs import check_codec
 from cache.device import resolve_device
 from capture.lines import Scan, scan_files
@@ -12,11 +14,13 @@ from schemas.arrays import chunk_tokens
 from schemas.errors import OptionError
 from schemas.manifest import Identity, TargetIdentity
 from schemas.options import CaptureOptions
+from schemas.ranks import ALONE, Ranks
 from schemas.say import Say
 from target.chat import Chat, open_chat
 from target.head import HeadTraits, head_traits
 from target.layers import check_layers, default_layers
 from target.load import TargetRef, config_sha256, read_config, resolve_dtype, resolve_target
+from target.parallel import check_parallel
 from target.tokens import chat_template_sha256, tokenizer_sha256
 
 DEFAULT_DATA = Path(__file__).parent / "data" / "conversations.jsonl"
@@ -24,31 +28,25 @@ DEFAULT_DATA = Path(__file__).parent / "data" / "conversations.jsonl"
 
 @dataclass(frozen=True)
 class Settings:
-    """All that follows from options and target, without the data; `identity.mask_token_id` is still open (0)."""
+    """All that follows from options and target, the data aside; `identity.mask_token_id` is still open (0)."""
 
     ref: TargetRef
     config: Any
     chat: Chat
     traits: HeadTraits
     options: CaptureOptions
-    scans: list[Scan]
     identity: Identity
+    device: torch.device
 
 
-def settle(options: CaptureOptions, say: Say) -> Settings:
-    """Find the target, read its config and tokenizer, scan the data. Raises UserError; nothing is written."""
+def settle(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Settings:
+    """Find the target, read its config and tokenizer. Raises UserError; nothing is written, no weight is read."""
     check_codec(options.codec)
-    data = options.data
-    if not data:
-        say.note(
-            "no --data given: taking the conversations shipped with the project (answers of SmolLM2-135M-Instruct to "
-            "its own prompts)"
-        )
-        data = (str(DEFAULT_DATA),)
     ref = resolve_target(options.target, options.trust_remote_code)
     config = read_config(ref)
     text = config.get_text_config()
-    resolve_device(options.device)
+    device = resolve_device(options.device, ranks)
+    check_parallel(text, options.tp, device)
     if options.layers is None:
         layers = default_layers(text.num_hidden_layers)
         say.note(f"no --layers given: taking {','.join(map(str, layers))} of {text.num_hidden_layers}")
@@ -61,13 +59,22 @@ def settle(options: CaptureOptions, say: Say) -> Settings:
             f"--mask-token-id {options.mask_token_id} is out of range: the target's embedding has rows 0 to "
             f"{text.vocab_size - 1}"
         )
-    scans = scan_files(data, options.limit)
-    if not options.data:
-        # The manifest must not depend on where the project is installed.
-        scans = [replace(scan, shown="/".join(Path(scan.path).parts[-3:])) for scan in scans]
     traits, chat = head_traits(text), open_chat(ref)
     identity = _identity(options, ref, config, chat, traits, layers)
-    return Settings(ref, config, chat, traits, options, scans, identity)
+    return Settings(ref, config, chat, traits, options, identity, device)
+
+
+def scan_data(options: CaptureOptions, say: Say) -> list[Scan]:
+    """Hash the data files and count their rows; those shipped where none are given. Raises DataError."""
+    if options.data:
+        return scan_files(options.data, options.limit)
+    say.note(
+        "no --data given: taking the conversations shipped with the project (answers of SmolLM2-135M-Instruct to "
+        "its own prompts)"
+    )
+    # The manifest must not depend on where the project is installed.
+    scans = scan_files((str(DEFAULT_DATA),), options.limit)
+    return [replace(scan, shown="/".join(Path(scan.path).parts[-3:])) for scan in scans]
 
 
 def _identity(
@@ -95,7 +102,7 @@ def _identity(
         codec=options.codec,
         top_k=options.top_k,
         dtype=resolve_dtype(options.dtype, config),
-        tp=1,
+        tp=options.tp,
         mask_token_id=0,
         max_length=options.max_length,
         val_fraction=options.val_fraction,

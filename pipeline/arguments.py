@@ -20,6 +20,12 @@ Dtype = Annotated[
 Attention = Annotated[
     str, typer.Option(help="The target's attention: auto, or a name that transformers knows (sdpa, eager ...).")
 ]
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes on this machine, by default as many as --tp. Under torchrun or srun, leave it out."
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run model code that comes with the target.")
 ]

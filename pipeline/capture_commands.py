@@ -1,15 +1,18 @@
 """Stage one: `dflash regenerate` and `dflash capture`."""
 
+import os
 from typing import Annotated
 
 import typer
 
-from pipeline.arguments import Attention, Device, Dtype, TrustRemoteCode, layer_list, options_of
+from pipeline.arguments import Attention, Device, Dtype, Nproc, TrustRemoteCode, layer_list, options_of
 from pipeline.console import Console
+from pipeline.launch import launch, own_ranks
 from schemas.options import CaptureOptions, RegenerateOptions
 
 
 def capture(
+    context: typer.Context,
     target: Annotated[
         str, typer.Option(help="A model's folder, or its name on the Hub: Qwen3-8B means Qwen/Qwen3-8B.")
     ],
@@ -34,6 +37,10 @@ def capture(
         int | None, typer.Option(help="Rows of a shard, the unit of work and recovery. By default about 1 GiB.")
     ] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of one forward pass, padding included.")] = 16_384,
+    tp: Annotated[
+        int, typer.Option(help="Processes, each with its own GPU, over which one copy of the target is sharded.")
+    ] = 1,
+    nproc: Nproc = None,
     limit: Annotated[int | None, typer.Option(help="Take at most this many rows of the data.")] = None,
     mask_token_id: Annotated[
         int | None, typer.Option(help="The id that stands for a token to be drafted. By default found.")
@@ -54,14 +61,18 @@ def capture(
 ) -> None:
     """Run the frozen target once and write its hidden states, top-k logits and loss masks into a cache."""
     options = options_of(CaptureOptions, locals() | {"layers": layer_list(layers)})
+    if dry_run:
+        nproc = None
+    if (ranks := own_ranks(os.environ, nproc, tp)) is None:
+        launch(context.obj, nproc or tp)
     from capture import run
     from pipeline.inspect import plan_text, summary_text
 
     with Console() as say:
         if dry_run:
             print(plan_text(run.dry_run(options, say)))
-            return
-        print(summary_text(out, run.capture(options, say)))
+        elif (manifest := run.capture(options, say, ranks)) is not None:
+            print(summary_text(out, manifest))
 
 
 def regenerate(

@@ -10,7 +10,8 @@ from types import FrameType
 import typer
 
 from pipeline import capture_commands, measure_commands, train_command
-from schemas.errors import DflashError, Interrupted
+from pipeline.launch import LAUNCHER
+from schemas.errors import Bystander, DflashError, Interrupted
 
 app = typer.Typer(
     name="dflash",
@@ -38,18 +39,24 @@ UsageFault: type[Exception] = typer.BadParameter.__bases__[0]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `dflash` and exit: 0 done, 2 the user's input, 1 other faults, 143 after SIGTERM."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
-    if not sys.stderr.isatty():
-        # Libraries draw bars of their own, which a log holds as one endless line.
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    first = os.environ.get("RANK", "0") == "0"
+    if not (sys.stderr.isatty() and first):
+        # Libraries draw bars of their own, which a log holds as one endless line, and every process would draw its own.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     signal.signal(signal.SIGTERM, _stop)
-    words = with_resume_value([word for word in words if word != "--debug"])
+    words = with_resume_value([word for word in given if word != "--debug"])
     try:
-        code = app(words, prog_name="dflash", standalone_mode=False)
+        code = app(words, prog_name="dflash", standalone_mode=False, obj=given)
         if code == INTERRUPTED:  # typer turns Ctrl-C into a silent code
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
+    except Bystander as fault:
+        # The process that failed has spoken, though perhaps on another machine.
+        _fail(str(fault) if first and LAUNCHER not in os.environ else "", fault.exit_code, debug)
+    except Interrupted as fault:
+        _fail(str(fault) if first else "", fault.exit_code, debug)
     except DflashError as fault:
         _fail(str(fault), fault.exit_code, debug)
     except UsageFault as fault:
@@ -63,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             debug,
         )
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; the same command goes on where it stopped (train: add --resume)", INTERRUPTED, debug)
+        text = "interrupted; the same command goes on where it stopped (train: add --resume)"
+        _fail(text if first else "", INTERRUPTED, debug)
 
 
 def with_resume_value(words: Sequence[str]) -> list[str]:
@@ -85,5 +93,6 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 def _fail(message: str, code: int, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    if message:
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)

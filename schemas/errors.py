@@ -48,6 +48,10 @@ class TrainFault(DflashError):
     """Training cannot go on: the loss is not finite, or there is nothing to train on."""
 
 
+class Bystander(DflashError):
+    """Another of the processes that work together failed, and has said why itself."""
+
+
 class Interrupted(DflashError):
     """SIGTERM arrived; the state is saved and the message says how to go on."""
 

@@ -34,6 +34,7 @@ class CaptureOptions(Strict):
     device: str = "auto"
     dtype: Dtype = "auto"
     attn: str = "auto"
+    tp: int = Field(1, ge=1)
     trust_remote_code: bool = False
     skip_bad_rows: bool = False
     overwrite: bool = False

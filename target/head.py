@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from schemas.errors import TargetError
 from target.load import Target
+from target.parallel import storage_of, whole
 
 # Float32 logits of a slice, a few copies of which are alive at once: 16 MB stay in a CPU's cache, 256 MB fill a GPU.
 SLICE_VALUES_CPU, SLICE_VALUES_GPU = 1 << 22, 1 << 26
@@ -93,10 +94,12 @@ def check_head(target: Target, traits: HeadTraits) -> None:
 
 
 def head_file(target: Target, tied: bool) -> bytes:
-    """target/head.safetensors: the tensors of `head_tensors`, as they are. Raises TargetError."""
-    return bytes(
-        save({name: tensor.detach().cpu().contiguous() for name, tensor in head_tensors(target, tied).items()})
-    )
+    """target/head.safetensors: the tensors of `head_tensors`, as they are. Raises TargetError.
+
+    Every process that holds a part of the target must ask.
+    """
+    tensors = {name: whole(tensor).detach().cpu().contiguous() for name, tensor in head_tensors(target, tied).items()}
+    return bytes(save(tensors))
 
 
 def head_tensors(target: Target, tied: bool) -> dict[str, Tensor]:
@@ -111,7 +114,7 @@ def head_tensors(target: Target, tied: bool) -> dict[str, Tensor]:
             f"the head of {type(target.model).__name__} has a bias, which drafts' runtimes do not apply: it is not "
             "supported"
         )
-    same = head.weight.data_ptr() == embedding.data_ptr()
+    same = storage_of(head.weight) == storage_of(embedding)
     if same != tied:
         raise TargetError(
             f"config.json says tie_word_embeddings {tied}, but the loaded weights say {same}: correct the config"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from cache.device import resolve_device
 from schemas.errors import OptionError, TargetError
@@ -183,8 +184,8 @@ def resolve_dtype(dtype: str, config: Any) -> str:
     return dtype
 
 
-def load_target(ref: TargetRef, dtype: str = "auto", device: str = "auto", attn: str = "auto") -> Target:
-    """Load the weights, frozen, on one device.
+def load_target(ref: TargetRef, dtype: str = "auto", device: str = "auto", attn: str = "auto", tp: int = 1) -> Target:
+    """Load the weights, frozen, on one device, or this process's part of them where `tp` > 1 (target/parallel.py).
 
     `attn` is a transformers attention name ("sdpa", "eager", "flash_attention_2"; "auto" is its default). Raises
     TargetError where weights are missing from the files, of another shape, or unreadable: transformers would fill them
@@ -201,13 +202,16 @@ def load_target(ref: TargetRef, dtype: str = "auto", device: str = "auto", attn:
             attn_implementation=None if attn == "auto" else attn,
             trust_remote_code=ref.trust_remote_code,
             output_loading_info=True,
+            distributed_config=DistributedConfig(tp_size=tp, tp_plan="auto") if tp > 1 else None,
         )
     if bad := sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"]):
         raise TargetError(
             f"target {ref.name!r}: {len(bad)} weights are missing or of another shape, such as {bad[0]}; get the "
             "model's files again"
         )
-    model.eval().requires_grad_(False).to(place)
+    model.eval().requires_grad_(False)
+    if tp == 1:
+        model.to(place)
     text = config.get_text_config()
     decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
     if lm_head is None:

@@ -24,6 +24,7 @@ from capture_fixtures import (
 
 from cache.read import open_cache
 from cache.write import CacheWriter
+from capture import planning as planning_module
 from capture import run as run_module
 from capture.run import capture, dry_run
 from schemas.arrays import bytes_per_token
@@ -89,7 +90,7 @@ def test_a_finished_cache(finished, data, target):
 
 def test_again_is_no_work(finished, folder, target, data, monkeypatch):
     monkeypatch.setattr(run_module, "load_target", lambda *_: pytest.fail("the weights are not needed"))
-    monkeypatch.setattr(run_module, "collect", lambda *_: pytest.fail("the data needs no tokenising"))
+    monkeypatch.setattr(planning_module, "collect", lambda *_: pytest.fail("the data needs no tokenising"))
     before = contents(finished)
     say = Recorder()
     moved = shutil.copy(data, folder / "moved.jsonl")
@@ -120,11 +121,11 @@ def test_going_on_gives_the_same_bytes(finished, folder, target, data, monkeypat
         with pytest.raises(StoppedError):
             capture(options, Recorder())
     assert (out / "plan.parquet").exists()
-    monkeypatch.setattr(run_module, "collect", lambda *_: pytest.fail("the plan is there: no tokenising again"))
+    monkeypatch.setattr(planning_module, "collect", lambda *_: pytest.fail("the plan is there: no tokenising again"))
     say = Recorder()
     capture(options, say)
     shards = open_cache(str(finished)).manifest.totals.shards
-    assert f"{shards - stop_after} of {shards} shards to do" in say.notes[-1]
+    assert any(f"{shards - stop_after} of {shards} shards to do" in note for note in say.notes)
     assert contents(out) == contents(finished)
 
 
@@ -282,7 +283,7 @@ def test_a_target_that_forgets_its_mask_token_resumes(folder, data, monkeypatch)
     options = capture_options(str(target), data, folder / "maskless-cache", layers=(1,))
     manifest = capture(options, Recorder())
     assert (manifest.identity.mask_token_id, manifest.mask_token_source) == (3, "unused special")
-    monkeypatch.setattr(run_module, "collect", lambda *_: pytest.fail("no tokenising again"))
+    monkeypatch.setattr(planning_module, "collect", lambda *_: pytest.fail("no tokenising again"))
     assert capture(options, Recorder()) == manifest
 
 
@@ -353,7 +354,7 @@ def test_another_capture_that_comes_first_is_left_as_it_is(finished, folder, tar
     monkeypatch.setattr(CacheWriter, "create", lambda *_: pytest.fail("it is finished"))
     say = Recorder()
     assert capture(capture_options(target, data, out, layers=(0, 2)), say).complete
-    assert "another capture came first" in say.notes[-2]
+    assert any("another capture came first" in note for note in say.notes)
     assert contents(out) == contents(finished)
 
 
@@ -375,4 +376,4 @@ def test_progress_adds_up(finished, folder, target, data):
     manifest = capture(capture_options(target, data, folder / "progress", layers=(0,)), say)
     steps = [step for step in say.steps if step[0] == "capture"]
     assert steps[-1] == ("capture", manifest.totals.tokens, manifest.totals.tokens)
-    assert np.all(np.diff([done for _, done, _ in steps]) > 0)
+    assert np.all(np.diff([done for _, done, _ in steps]) >= 0)

@@ -13,8 +13,8 @@ from torch import nn
 
 from cache.codecs import decode
 from capture.forward import make_batch, run_shard, shard_plan, token_arrays
-from capture.run import plan_capture
-from capture.settings import settle
+from capture.planning import plan_capture
+from capture.settings import scan_data, settle
 from schemas.errors import CaptureFault
 from target.load import load_target
 
@@ -28,7 +28,7 @@ def data(tmp_path_factory):
 
 def setup(data, target_path, tmp_path, **options):
     settings = settle(capture_options(target_path, data, tmp_path / "out", **options), Recorder())
-    manifest, table, _ = plan_capture(settings, Recorder())
+    manifest, table, _ = plan_capture(settings, scan_data(settings.options, Recorder()), Recorder())
     return settings, manifest.identity, table, load_target(settings.ref, manifest.identity.dtype, "cpu")
 
 

@@ -1,0 +1,94 @@
+"""From data to a plan, before the target is loaded: what will be captured, where it will lie, and whether there is room."""
+
+import platform
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+import transformers
+
+from capture.lines import Scan
+from capture.plan import Collected, build_plan, collect
+from capture.samples import SampleRules
+from capture.settings import Settings
+from schemas.arrays import bytes_per_token
+from schemas.errors import OptionError
+from schemas.manifest import Manifest
+from schemas.say import Say
+from target.tokens import mask_token
+
+
+def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[Manifest, pa.Table, Collected]:
+    """Read and tokenise the data, choose the mask token, lay out the shards. Raises UserError (its kinds)."""
+    options, identity = settings.options, settings.identity
+    vocab_size = identity.target.vocab_size
+    rules = SampleRules(
+        identity.tokenizer_sha256, vocab_size, options.max_length, options.val_fraction, options.skip_bad_rows
+    )
+    collected = collect(settings.chat, scans, rules, lambda done, total: say.progress("reading", done, total))
+    mask_id, mask_source = mask_token(settings.chat, vocab_size, options.mask_token_id, collected.seen)
+    table, totals = build_plan(collected, identity.shard_tokens, identity.batch_tokens)
+    positions = getattr(settings.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(sample.input_ids) for sample in collected.samples)
+    if positions is not None and longest > positions:
+        say.warn(
+            f"the longest sample has {longest} tokens, the target was made for {positions}: consider --max-length "
+            f"{positions}"
+        )
+    manifest = Manifest(
+        complete=False,
+        identity=identity.model_copy(update={"mask_token_id": mask_id}),
+        sources=collected.sources,
+        totals=totals,
+        mask_token_source=mask_source,
+        record={
+            "dflash-pipeline": version("dflash-pipeline"),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "device": settings.device.type,
+            "attn": options.attn,
+        },
+    )
+    return manifest, table, collected
+
+
+def tell_plan(manifest: Manifest, collected: Collected, say: Say) -> None:
+    """Say what the plan keeps, cuts and leaves out, and what is probably not meant."""
+    totals, token = manifest.totals, manifest.identity.mask_token_id
+    say.note(f"mask token: {token} ({manifest.mask_token_source})")
+    for source in manifest.sources:
+        skipped = ", ".join(f"{count} {reason}" for reason, count in source.skipped.items()) or "none skipped"
+        say.note(f"{source.path}: {source.kept} of {source.rows} rows kept ({skipped})")
+    if collected.truncated:
+        say.note(f"{collected.truncated} samples cut at {manifest.identity.max_length} tokens")
+    if collected.duplicates:
+        say.note(f"{collected.duplicates} exact duplicates are captured once")
+    if collected.retokenised:
+        say.warn(f"{collected.retokenised} rows bring ids of another tokenizer: their text was tokenised anew")
+    if totals.val_samples == 0 and manifest.identity.val_fraction > 0:
+        say.warn("no sample falls into the held-out part: raise --val-fraction, or nothing can be evaluated")
+    if totals.val_samples == totals.samples:
+        say.warn("every sample falls into the held-out part: lower --val-fraction, or nothing can be trained on")
+
+
+def check_disk(out: str, manifest: Manifest) -> None:
+    """OptionError where the plan needs more than is free."""
+    rows = manifest.totals.shards * manifest.identity.shard_tokens
+    needed, free = bytes_per_token(manifest.identity)[0] * rows, free_bytes(out)
+    if needed > free:
+        raise OptionError(
+            f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: free some, capture fewer layers "
+            "or rows, or give another --out"
+        )
+
+
+def free_bytes(out: str) -> int:
+    """Free bytes of the disk that `out` would lie on."""
+    folder = Path(out).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,81 @@
+"""Several processes of the same command: started here with torch's own launcher, or by an outer torchrun or srun."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from schemas.errors import DflashError, OptionError
+from schemas.ranks import ALONE, Ranks, ranks_of
+
+LAUNCHER = "DFLASH_LAUNCHER"
+PR_SET_PDEATHSIG = 1
+# A worker that is told to stop finishes its forward pass and the shard it is writing.
+SHUTDOWN_SECONDS = 60
+
+
+def own_ranks(environment: Mapping[str, str], nproc: int | None, tp: int = 1) -> Ranks | None:
+    """Which of several processes this is; None where they are still to be launched.
+
+    Raises OptionError where `nproc` contradicts an outer launcher, or is no multiple of `tp`.
+    """
+    if nproc is not None and nproc % tp:
+        raise OptionError(f"--nproc {nproc} is no multiple of --tp {tp}: every copy of the target needs {tp} processes")
+    ranks = ranks_of(environment)
+    if ranks is None:
+        return ALONE if (nproc or tp) == 1 else None
+    if environment.get(LAUNCHER) == str(os.getppid()):
+        _end_with_parent()
+    elif nproc is not None:
+        raise OptionError(f"--nproc {nproc} inside a launcher that started {ranks.world} processes: leave --nproc out")
+    return ranks
+
+
+def launch(words: Sequence[str], nproc: int) -> NoReturn:
+    """Run `dflash WORDS` in `nproc` processes of this machine and exit as they did.
+
+    The processes print for themselves. Exit code: that of the first that failed; 143 and 130 after SIGTERM and Ctrl-C.
+    Raises DflashError where one was killed.
+    """
+    import logging
+
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # What failed is said by the process itself, in one line; the launcher would add forty.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER] = str(os.getpid())
+    # Processes that share the cores must not each start a thread for every core.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id="dflash",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "pipeline", *words)
+    except ChildFailedError as fault:
+        rank, failure = min(fault.failures.items(), key=lambda item: item[1].timestamp)
+        if failure.exitcode > 0:
+            sys.exit(failure.exitcode)
+        raise DflashError(
+            f"process {rank} of {nproc} was ended by {signal.Signals(-failure.exitcode).name}: run the same command again, "
+            "it does what is missing"
+        ) from None
+    except SignalException as fault:
+        sys.exit(128 + fault.sigval)
+    sys.exit(0)
+
+
+def _end_with_parent() -> None:
+    # A launcher that is killed cannot end its processes; on Linux the kernel does it.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

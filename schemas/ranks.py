@@ -1,0 +1,53 @@
+"""Which of several processes this is, as the launcher said in the environment (torchrun's names, or those that srun gives)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from schemas.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Process `rank` of `world`, the one numbered `local` of the `local_world` on its machine."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    local_world: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that plans, speaks and finishes."""
+        return self.rank == 0
+
+
+ALONE = Ranks()
+
+
+def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
+    """The ranks that a launcher gave, or None where there is none: RANK and WORLD_SIZE, and LOCAL_RANK where it is set.
+
+    srun starts processes without these; a job script exports RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS, and
+    SLURM_LOCALID stands for LOCAL_RANK. Raises OptionError for values that are no ranks.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
+    found = {
+        "RANK": environment["RANK"],
+        "WORLD_SIZE": environment["WORLD_SIZE"],
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]),
+    }
+    for name, value in found.items():
+        if not (value.isascii() and value.isdigit()):
+            raise OptionError(f"{name}={value!r} in the environment is no number: let torchrun set it, or unset it")
+    ranks = Ranks(*(int(value) for value in found.values()))
+    if not ranks.rank < ranks.world:
+        raise OptionError(f"RANK={ranks.rank} is not below WORLD_SIZE={ranks.world}: ranks count from 0")
+    if ranks.world > 1 and "MASTER_ADDR" not in environment:
+        raise OptionError(
+            "WORLD_SIZE is set but MASTER_ADDR is not: set MASTER_ADDR and MASTER_PORT to a free port of rank 0's machine, "
+            "or start with torchrun"
+        )
+    return ranks

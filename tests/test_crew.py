@@ -1,0 +1,270 @@
+"""Several processes capture together: any number, any kills and restarts, the same bytes; a sharded target, the same states."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from capture_fixtures import ROOT, capture_options, random_target, shipped_rows, write_jsonl
+
+from cache.read import open_cache
+from cache.store import LocalStore
+from capture.crew import gather
+from schemas.errors import Bystander, OptionError, TargetError
+from schemas.ranks import ALONE, Ranks, ranks_of
+from target.load import resolve_target
+from target.parallel import check_parallel
+
+ROWS = 40
+
+
+class Driver:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "crew_driver.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def run(self, world: int, options, kill: tuple[int, ...] = (), after: float = 0.0) -> tuple[list[int], float]:
+        step = {"world": world, "options": options.model_dump(mode="json"), "kill": kill, "after": after}
+        self.process.stdin.write(json.dumps(step) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        return answer["codes"], answer["seconds"]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    driver.process.stdin.close()
+    driver.process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("crew")
+
+
+@pytest.fixture(scope="module")
+def target(folder) -> str:
+    return random_target(folder / "tiny", num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def data(folder) -> str:
+    return write_jsonl(folder / "rows.jsonl", shipped_rows(ROWS))
+
+
+def options_for(target: str, data: str, out: Path, **options):
+    return capture_options(target, data, out, layers=(0, 2), **options)
+
+
+def contents(cache: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.glob("**/*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def alone(driver, folder, target, data) -> tuple[dict[str, bytes], float]:
+    """The cache of one process, uninterrupted, and the seconds it took."""
+    codes, seconds = driver.run(1, options_for(target, data, folder / "alone"))
+    assert codes == [0]
+    return contents(folder / "alone"), seconds
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_number_of_processes_gives_the_same_bytes(driver, folder, target, data, alone, world):
+    out = folder / f"world-{world}"
+    assert driver.run(world, options_for(target, data, out))[0] == [0] * world
+    assert contents(out) == alone[0]
+    assert not list(out.glob(".tmp-*")), "no workspace is left"
+    assert driver.run(world, options_for(target, data, out))[0] == [0] * world, "again is no work"
+    assert contents(out) == alone[0]
+
+
+def kill_and_go_on(driver, out, target, data, alone, kills: int, seed: int) -> None:
+    """Kill at random moments until `kills` have hit; every cache that gets finished is the uninterrupted one."""
+    draw, hits, number = random.Random(seed), 0, 0
+    while hits < kills:
+        world = draw.choice([1, 2])
+        options = options_for(target, data, out / str(number))
+        victims = tuple(draw.sample(range(world), draw.randint(1, world)))
+        codes, _ = driver.run(world, options, victims, draw.uniform(0, 1.5 * alone[1]))
+        if any(code < 0 for code in codes):
+            hits += 1
+            assert -9 in codes
+        else:
+            assert codes == [0] * world
+        if (options_out := Path(options.out)).exists() and not (options_out / "plan.parquet").exists():
+            codes, _ = driver.run(1, options)
+            assert codes == [0]
+            assert contents(options_out) == alone[0], seed
+            number += 1
+    assert driver.run(1, options)[0] == [0]
+    assert contents(Path(options.out)) == alone[0]
+
+
+def test_killed_at_a_few_random_moments(driver, folder, target, data, alone):
+    kill_and_go_on(driver, folder / "few", target, data, alone, kills=6, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_many_random_moments(driver, folder, target, data, alone, seed):
+    kill_and_go_on(driver, folder / f"many-{seed}", target, data, alone, kills=30, seed=100 + seed)
+
+
+def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, alone):
+    """tp=2, once as one copy of the target over two processes, once as two copies over four: equal to each other in bytes, to one process to rounding."""
+    for world, out in ((2, folder / "tp"), (4, folder / "tp-twice")):
+        assert driver.run(world, options_for(target, data, out, tp=2))[0] == [0] * world
+    assert contents(folder / "tp") == contents(folder / "tp-twice")
+    whole, parts = open_cache(str(folder / "alone")), open_cache(str(folder / "tp"))
+    assert parts.manifest.identity.tp == 2
+    rows = whole.manifest.totals.shards * whole.manifest.identity.shard_tokens
+    torch.testing.assert_close(parts.hidden(0, rows, (0, 2)), whole.hidden(0, rows, (0, 2)), atol=2e-5, rtol=1e-5)
+    (ids, logprobs, rest), (part_ids, part_logprobs, part_rest) = whole.topk(0, rows), parts.topk(0, rows)
+    assert (ids != part_ids).float().mean() < 1e-3, "only ties change places"
+    torch.testing.assert_close(part_logprobs, logprobs, atol=8e-3, rtol=0)  # one unit of float16
+    torch.testing.assert_close(part_rest, rest, atol=1e-4, rtol=0)
+    key = "target/head.safetensors"
+    assert contents(folder / "tp")[key] == contents(folder / "alone")[key]
+
+
+@pytest.mark.parametrize("layers", [{"tie_word_embeddings": False}, {"num_key_value_heads": 1}])
+def test_untied_heads_and_single_key_heads(driver, folder, data, layers):
+    target = random_target(folder / f"kind-{next(iter(layers))}", **{"num_key_value_heads": 2, **layers})
+    out = folder / f"cache-{next(iter(layers))}"
+    codes, _ = driver.run(2, options_for(target, data, out, tp=2))
+    if layers.get("num_key_value_heads") == 1:
+        assert sorted(codes) == [1, 2], "one process refuses, the other stands by"
+        assert not out.exists()
+        return
+    assert codes == [0, 0]
+    assert driver.run(1, options_for(target, data, folder / "untied-alone"))[0] == [0]
+    key = "target/head.safetensors"
+    assert contents(out)[key] == contents(folder / "untied-alone")[key]
+
+
+def test_a_target_that_cannot_be_shared_is_refused(target):
+    from target.load import read_config
+
+    config = read_config(resolve_target(target)).get_text_config()
+    cpu = torch.device("cpu")
+    check_parallel(config, 2, cpu)
+    with pytest.raises(
+        OptionError, match=r"--tp 3 does not divide the target's 2 attention heads: give one that does \(1, 2\)"
+    ):
+        check_parallel(config, 3, cpu)
+    config.vocab_size = 2047
+    with pytest.raises(OptionError, match=r"2047 vocabulary rows.*\(1\)"):
+        check_parallel(config, 2, cpu)
+    config.vocab_size = 2048
+    config.base_model_tp_plan = None
+    with pytest.raises(TargetError, match="no tensor-parallel plan"):
+        check_parallel(config, 2, cpu)
+
+
+def test_ranks_come_from_the_environment():
+    assert ranks_of({}) is None
+    assert ranks_of({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a"}
+    assert ranks_of(torchrun) == Ranks(5, 8, 1, 4)
+    srun = {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
+    assert ranks_of(srun) == Ranks(5, 8, 1, 8)
+    for wrong, rule in (
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "not below"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+    ):
+        with pytest.raises(OptionError, match=rule):
+            ranks_of(wrong)
+
+
+def test_whoever_fails_is_heard_of_by_the_others():
+    with pytest.raises(OptionError, match="--tp 2 does not divide the 1 processes"), gather(ALONE, 2):
+        pass
+    with pytest.raises(ValueError, match="odd"), gather(ALONE, 1) as crew:
+        raise ValueError("odd")
+    with pytest.raises(Bystander, match="process 0 stopped: ValueError"):
+        crew.hear("never told")
+    assert [*crew.claim([7, 8])] == [7, 8], "work that was claimed before goes on to its end"
+
+
+def dflash(*words: str, **options: object) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pipeline", *words]
+    return subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+    )
+
+
+def command_for(target: str, data: str, out: Path) -> list[str]:
+    words = f"capture --target {target} --data {data} --out {out} --layers 0,2 --codec f32 --dtype float32 --top-k 8 --max-length 256"
+    return [
+        *words.split(),
+        *["--shard-tokens", "1024", "--batch-tokens", "512", "--val-fraction", "0.2", "--nproc", "2"],
+    ]
+
+
+def stop_in_the_middle(process: subprocess.Popen, number: int, of_a_worker: bool) -> tuple[int, str]:
+    """Signal the launcher, or one of its processes, when the first shard is in; returns exit code and what was said."""
+    said = ""
+    for line in process.stderr:
+        said += line
+        if line.startswith("shard "):
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[-1]) if of_a_worker else process.pid, number)
+            break
+    said += process.communicate(timeout=60)[1]
+    return process.returncode, said
+
+
+def test_nproc_ends_politely_and_goes_on(folder, data, alone, target):
+    out = folder / "command"
+    code, said = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGTERM, False)
+    assert code == 143, said
+    assert said.count("error:") == 1 and "the same command goes on" in said
+    process = dflash(*command_for(target, data, out))
+    printed, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert printed.count("complete") == 1, "the first process alone speaks"
+    assert "going on" in said
+    assert contents(out) == alone[0]
+
+
+@pytest.mark.slow
+def test_nproc_survives_its_processes(folder, data, alone, target):
+    out = folder / "killed-command"
+    code, said = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGKILL, True)
+    assert (code, "was ended by SIGKILL: run the same command again" in said) == (1, True), said
+    code, _ = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGKILL, False)
+    assert code == -signal.SIGKILL
+    process = dflash(*command_for(target, data, out))
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert contents(out) == alone[0]
+
+
+def test_a_mistake_is_said_once(folder, data, target):
+    process = dflash(*command_for(target, data, folder / "mistake"), "--tp", "2", "--layers", "9")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert said.count("error:") == 1 and "layer 9 is out of range" in said
+
+
+def test_workspaces_of_the_living_and_of_other_hosts_stay(tmp_path):
+    own, other, dead = (
+        tmp_path / f".tmp-{name}"
+        for name in (f"{os.uname().nodename}-1", "elsewhere-999999", f"{os.uname().nodename}-999999")
+    )
+    for place in (own, other, dead):
+        place.mkdir()
+    LocalStore(tmp_path).clean_workspaces()
+    assert own.exists() and other.exists() and not dead.exists()
