@@ -7,13 +7,13 @@ import zarr
 from zarr.codecs import Crc32cCodec
 from zarr.storage import MemoryStore
 
-from cache.store import LocalStore
+from cache.store import Store
 from schemas.arrays import ArraySpec, array_specs
 from schemas.errors import CacheError
 from schemas.manifest import ATTRIBUTE, Manifest, read_manifest
 
 
-def write_arrays(store: LocalStore, manifest: Manifest) -> None:
+def write_arrays(store: Store, manifest: Manifest) -> None:
     """Write the metadata of every array and group below the root. zarr-python makes the documents, we make them durable."""
     memory = MemoryStore()
     group = zarr.create_group(memory)
@@ -44,16 +44,16 @@ def _create(group: zarr.Group, spec: ArraySpec) -> None:
     )
 
 
-def write_root(store: LocalStore, manifest: Manifest) -> None:
+def write_root(store: Store, manifest: Manifest) -> None:
     """Write zarr.json of the root group with the manifest: the document that makes a folder a cache, or a complete one."""
     attributes = {ATTRIBUTE: manifest.model_dump(mode="json")}
     document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     store.put("zarr.json", [json.dumps(document, indent=2).encode()])
 
 
-def read_root(store: LocalStore) -> Manifest:
+def read_root(store: Store) -> Manifest:
     """The manifest of the cache at a store; CacheError where there is none or it cannot be read."""
-    where = str(store.root)
+    where = store.where()
     text = store.get("zarr.json")
     if text is None:
         raise CacheError(

@@ -4,7 +4,8 @@ T rows of all shards, n rows of one read, L layers read, H hidden, K top-k.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +15,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cache.chunks import ChunkReader
+from cache.chunks import ChunkReader, read_rows
 from cache.codecs import check_codec, decode
 from cache.head import TargetHead
 from cache.layout import read_root
-from cache.store import LocalStore
-from cache.write import INDEX, read_record
+from cache.store import Store, open_store
+from cache.write import INDEX, object_sizes, read_records
 from schemas.arrays import ArraySpec, array_specs
 from schemas.errors import CacheDamaged, CacheError
 from schemas.index import INDEX_SCHEMA, check_table
 from schemas.manifest import Manifest
+from schemas.records import record_name
 
 HEAD = "target/head.safetensors"
 
@@ -36,7 +39,7 @@ HEAD = "target/head.safetensors"
 class Cache:
     """A complete cache, checked against its commit records when it was opened. `layers` are those that may be read."""
 
-    store: LocalStore
+    store: Store
     manifest: Manifest
     layers: tuple[int, ...]
     index: pa.Table
@@ -44,13 +47,15 @@ class Cache:
 
     @property
     def path(self) -> str:
-        """The folder, as it was given."""
-        return str(self.store.root)
+        """The place, as it was given."""
+        return self.store.where()
 
-    @property
-    def target_folder(self) -> Path:
-        """Where the target's config and tokenizer lie."""
-        return self.store.path("target")
+    @contextmanager
+    def target_folder(self) -> Iterator[Path]:
+        """A local folder with the target's config and tokenizer, as long as the context lasts."""
+        names = [key for key in self.store.sizes("target") if key != HEAD]
+        with self.store.local(names) as folder:
+            yield folder / "target"
 
     @cached_property
     def target_config(self) -> dict[str, Any]:
@@ -66,32 +71,33 @@ class Cache:
 
     def tokens(self, offset: int, length: int) -> tuple[Tensor, Tensor]:
         """Input ids (int64 [n]) and loss mask (bool [n]) of rows offset .. offset + length - 1."""
-        ids, mask = (
-            self.arrays["tokens/input_ids"].rows(offset, length),
-            self.arrays["tokens/loss_mask"].rows(offset, length),
-        )
+        ids, mask = self._rows(("tokens/input_ids", "tokens/loss_mask"), offset, length)
         return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool))
 
     def hidden(self, offset: int, length: int, layers: Sequence[int]) -> Tensor:
         """Hidden states [n, L, H] of the layers asked for, in that order: float32 for codec f32, else bfloat16."""
         codec = self.manifest.identity.codec
-        per_layer = [decode({"hidden": self.arrays[f"hidden/{layer}"].rows(offset, length)}, codec) for layer in layers]
-        return torch.stack(per_layer, dim=1)
+        per_layer = self._rows([f"hidden/{layer}" for layer in layers], offset, length)
+        return torch.stack([decode({"hidden": hidden}, codec) for hidden in per_layer], dim=1)
 
     def topk(self, offset: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top-k ids (int64 [n, K]), their log-probabilities (float32 [n, K]), and the log of the rest (float32 [n])."""
         names = ("logits/topk_ids", "logits/topk_logprobs", "logits/rest_logprob")
-        ids, logprobs, rest = (self.arrays[name].rows(offset, length) for name in names)
+        ids, logprobs, rest = self._rows(names, offset, length)
         return (
             torch.from_numpy(ids.astype(np.int64)),
             torch.from_numpy(logprobs.astype(np.float32)),
             torch.from_numpy(rest),
         )
 
+    def _rows(self, names: Sequence[str], offset: int, length: int) -> list[NDArray[np.generic]]:
+        return read_rows([self.arrays[name] for name in names], offset, length)
+
     def head(self) -> TargetHead:
         """The target's embedding and head in float32, with its scales."""
         try:
-            weights = load_file(self.store.path(HEAD))
+            with self.store.local([HEAD]) as folder:
+                weights = load_file(folder / HEAD)
         except (OSError, SafetensorError) as fault:
             raise CacheDamaged(f"{self.path}/{HEAD} cannot be read ({fault}): capture again") from None
         target = self.manifest.identity.target
@@ -106,12 +112,13 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
     Raises CacheError for a path that is no cache, an incomplete one, another version or a layer that it does not hold, and
     CacheDamaged where an object is missing or of another size than its commit record says: Zarr itself would read zeros.
     """
-    store = LocalStore(Path(path))
+    store = open_store(path)
     manifest = read_root(store)
     check_codec(manifest.identity.codec)
     held = manifest.identity.layers
     if not manifest.complete:
-        done = sum(store.size(f"shards/{shard:06d}.json") is not None for shard in range(manifest.totals.shards))
+        held_records = store.sizes("shards")
+        done = sum(record_name(shard) in held_records for shard in range(manifest.totals.shards))
         raise CacheError(
             f"{path} is incomplete ({done} of {manifest.totals.shards} shards): run the same `dflash capture` command again to finish it"
         )
@@ -128,32 +135,38 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
     return Cache(store, manifest, chosen, read_index(store, manifest), arrays)
 
 
-def _check_objects(store: LocalStore, manifest: Manifest, specs: Sequence[ArraySpec]) -> None:
-    for shard in range(manifest.totals.shards):
-        record = read_record(store, shard)
+def _check_objects(store: Store, manifest: Manifest, specs: Sequence[ArraySpec]) -> None:
+    shards = range(manifest.totals.shards)
+    # Records first: a shard that is committed meanwhile then has its objects in the list.
+    records = list(read_records(store, shards))
+    sizes = object_sizes(store, [spec.name for spec in specs])
+    for shard, record in zip(shards, records, strict=True):
         if record is None:
             raise CacheDamaged(
-                f"{store.root}: the commit record of shard {shard} is missing: the cache is damaged; capture again"
+                f"{store.where()}: the commit record of shard {shard} is missing: the cache is damaged; capture again"
             )
         for spec in specs:
             key = spec.object_key(shard)
-            size, wanted = store.size(key), record.objects.get(key)
+            size, wanted = sizes.get(key), record.objects.get(key)
             if wanted is None or size != wanted.bytes:
                 state = "missing" if size is None else f"{size} bytes, not {wanted.bytes if wanted else 'committed'}"
-                raise CacheDamaged(f"{store.root}/{key} is {state}: the cache is damaged; capture again")
+                raise CacheDamaged(f"{store.where(key)} is {state}: the cache is damaged; capture again")
 
 
-def read_index(store: LocalStore, manifest: Manifest) -> pa.Table:
+def read_index(store: Store, manifest: Manifest) -> pa.Table:
     """The first `totals.samples` rows of index.parquet. Raises CacheDamaged, or CacheError for other columns."""
+    data = store.get(INDEX)
+    if data is None:
+        raise CacheDamaged(f"{store.where(INDEX)} is missing: the cache is damaged; capture again")
     try:
-        table = pq.read_table(store.path(INDEX))
+        table = pq.read_table(pa.BufferReader(data))
     except (OSError, pa.ArrowException) as fault:
         raise CacheDamaged(
-            f"{store.root}/{INDEX} cannot be read ({str(fault).splitlines()[0]}): capture again"
+            f"{store.where(INDEX)} cannot be read ({str(fault).splitlines()[0]}): capture again"
         ) from None
-    table = check_table(table, INDEX_SCHEMA, f"{store.root}/{INDEX}")
+    table = check_table(table, INDEX_SCHEMA, store.where(INDEX))
     if len(table) < manifest.totals.samples:
         raise CacheDamaged(
-            f"{store.root}/{INDEX} has {len(table)} rows, the manifest says {manifest.totals.samples}: capture again"
+            f"{store.where(INDEX)} has {len(table)} rows, the manifest says {manifest.totals.samples}: capture again"
         )
     return table.slice(0, manifest.totals.samples)

@@ -1,15 +1,18 @@
 """Where a cache's objects lie. Every object appears whole or not at all: temporary name, fsync, rename, fsync of the folder."""
 
 import os
+import re
 import shutil
 import socket
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from cache.checksum import crc32c
-from schemas.errors import DflashError, OptionError
+from schemas.errors import CacheError, DflashError, OptionError
 from schemas.records import ObjectRecord
 
 TEMPORARY = ".tmp-"
@@ -71,38 +74,157 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], temporary: Path
     return ObjectRecord(bytes=size, crc32c=f"{checksum:08x}")
 
 
+class Span(NamedTuple):
+    """`size` bytes of an object from `offset` on; a negative offset counts from the object's end."""
+
+    key: str
+    offset: int
+    size: int
+
+
+class Store(Protocol):
+    """The objects of one cache, under keys: relative paths with `/`. All of them raise DflashError where the place refuses."""
+
+    def where(self, key: str = "") -> str:
+        """What to call the cache, or one of its objects, in messages."""
+
+    def vacant(self) -> bool:
+        """Whether a cache may begin here: nothing is there but unfinished objects.
+
+        Raises CacheError where it holds something that is no cache, OptionError where nothing can be written.
+        """
+
+    def free_bytes(self) -> int | None:
+        """How many bytes still fit, or None where nothing bounds them."""
+
+    def put(self, key: str, parts: Iterable[bytes | memoryview]) -> ObjectRecord:
+        """Write an object whole, of its parts in order; a reader sees the old one or the new one."""
+
+    def get(self, key: str) -> bytes | None:
+        """An object's bytes, or None where there is none."""
+
+    def get_each(self, keys: Sequence[str]) -> Iterator[bytes | None]:
+        """`get` of each key, in order."""
+
+    def read(self, spans: Sequence[Span]) -> Iterator[memoryview]:
+        """The bytes of each span, in order; fewer where the object ends sooner. Raises OSError where one cannot be opened."""
+
+    def size(self, key: str) -> int | None:
+        """An object's size, or None where there is none: a look-up, not a read."""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Every object whose key begins with `prefix` (whole names, such as "shards"), with its size."""
+
+    def local(self, keys: Sequence[str]) -> AbstractContextManager[Path]:
+        """A local folder in which these objects lie as files, as far as they are there."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object if it is there."""
+
+    def remove(self) -> None:
+        """Remove all that is there; whoever looks meanwhile never takes what is left for a cache."""
+
+    def clean_workspaces(self) -> None:
+        """Remove what this process, and dead ones of this host, left unfinished."""
+
+
+def open_store(path: str) -> Store:
+    """The store at a path: a local folder. Raises OptionError for a scheme (`https://`) that no store here knows."""
+    if (scheme := re.match(r"([a-z][a-z0-9+.-]*)://", path)) is not None:
+        raise OptionError(f"{path}: {scheme[1]}:// is no place for a cache: give a local folder")
+    return LocalStore(Path(path))
+
+
 @dataclass(frozen=True)
 class LocalStore:
-    """A cache in a local folder. Keys are relative paths with `/`."""
+    """A cache in a local folder."""
 
     root: Path
 
-    def path(self, key: str) -> Path:
-        """Where an object lies."""
-        return self.root / key
+    def where(self, key: str = "") -> str:
+        """The path."""
+        return f"{self.root}/{key}" if key else str(self.root)
+
+    def vacant(self) -> bool:
+        """See `Store.vacant`. Only a folder with a zarr.json is a cache."""
+        folder = self.root
+        if not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+            check_place(str(folder))
+            return True
+        if not folder.is_dir():
+            raise CacheError(f"--out {folder} is a file: give a new folder, or one that a capture began")
+        if (folder / "zarr.json").exists():
+            return False
+        names = sorted(entry.name for entry in folder.iterdir())
+        if all(name.startswith(TEMPORARY) for name in names):
+            return True
+        raise CacheError(f"--out {folder} holds something else ({names[0]!r}): give a new or empty folder")
+
+    def free_bytes(self) -> int:
+        """Free bytes of the disk that the folder is, or will be, on."""
+        folder = self.root.absolute()
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
 
     def put(self, key: str, parts: Iterable[bytes | memoryview]) -> ObjectRecord:
         """Write an object whole. Unfinished ones lie in a folder that names this host and process."""
         temporary = self.root / _workspace(os.getpid()) / key.replace("/", "-")
-        return write_whole(self.path(key), parts, temporary)
+        return write_whole(self.root / key, parts, temporary)
 
     def get(self, key: str) -> bytes | None:
         """An object's bytes, or None where there is none."""
         try:
-            return self.path(key).read_bytes()
+            return (self.root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def get_each(self, keys: Sequence[str]) -> Iterator[bytes | None]:
+        """`get` of each key, in order."""
+        return map(self.get, keys)
+
+    def read(self, spans: Sequence[Span]) -> Iterator[memoryview]:
+        """See `Store.read`. A file is opened once for spans of it that follow each other."""
+        for key, group in groupby(spans, key=lambda span: span.key):
+            file = os.open(self.root / key, os.O_RDONLY)
+            try:
+                for span in group:
+                    offset = span.offset if span.offset >= 0 else os.fstat(file).st_size + span.offset
+                    yield memoryview(os.pread(file, span.size, offset) if offset >= 0 else b"")
+            finally:
+                os.close(file)
 
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""
         try:
-            return self.path(key).stat().st_size
+            return (self.root / key).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Every file below `prefix`, with its size."""
+        found = {}
+        for folder, _, names in os.walk(self.root / prefix):
+            for name in names:
+                path = Path(folder) / name
+                with suppress(FileNotFoundError):
+                    found[path.relative_to(self.root).as_posix()] = path.stat().st_size
+        return found
+
+    def local(self, keys: Sequence[str]) -> AbstractContextManager[Path]:  # noqa: ARG002
+        """The folder itself."""
+        return nullcontext(self.root)
+
     def delete(self, key: str) -> None:
         """Remove an object if it is there."""
-        self.path(key).unlink(missing_ok=True)
+        (self.root / key).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder. Renamed first: a kill in the middle must not leave half a cache under the name."""
+        gone = self.root.with_name(f"{self.root.name}.removed")
+        shutil.rmtree(gone, ignore_errors=True)
+        self.root.rename(gone)
+        shutil.rmtree(gone)
 
     def clean_workspaces(self) -> None:
         """Remove this process's unfinished objects, and those of processes of this host that no longer live."""

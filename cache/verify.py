@@ -4,9 +4,8 @@ n rows of one sample, L layers, H hidden.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from cache.chunks import ChunkReader
 from cache.codecs import check_codec, decode
 from cache.layout import read_root, write_root
 from cache.read import read_index
-from cache.store import LocalStore
-from cache.write import read_record
+from cache.store import Store, open_store
+from cache.write import object_sizes, parse_record
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError
 from schemas.manifest import Manifest
@@ -42,7 +41,7 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
 
     Raises CacheError for a path that is no cache, another version or an incomplete one: there is nothing to verify yet.
     """
-    store = LocalStore(Path(path))
+    store = open_store(path)
     manifest = read_root(store)
     check_codec(manifest.identity.codec)
     if not manifest.complete:
@@ -57,9 +56,11 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     for row in rows:
         by_shard.setdefault(row["shard"], []).append(row)
     shards = manifest.totals.shards
-    for shard in range(shards):
+    records = list(store.get_each([record_name(shard) for shard in range(shards)]))
+    sizes = object_sizes(store, [spec.name for spec in array_specs(manifest.identity, shards)])
+    for shard, record in enumerate(records):
         own = by_shard.get(shard, [])
-        found = list(_object_faults(store, manifest, shard))
+        found = list(_object_faults(store.where(record_name(shard)), manifest, shard, record, sizes))
         if deep and not found:
             found = list(_content_faults(store, manifest, shard, own))
         touched = tuple(row["sample_id"] for row in own)
@@ -73,7 +74,7 @@ def forget(path: str, faults: Sequence[Fault]) -> int:
 
     Returns how many shards were forgotten. Nothing else is removed: sound shards stay committed.
     """
-    store = LocalStore(Path(path))
+    store = open_store(path)
     write_root(store, read_root(store).model_copy(update={"complete": False}))
     shards = {fault.shard for fault in faults if fault.shard is not None}
     for shard in shards:
@@ -102,27 +103,27 @@ def _index_faults(manifest: Manifest, rows: Sequence[dict[str, Any]]) -> Iterato
             yield Fault("index.parquet", f"holds {index} {name}, the manifest says {stated}")
 
 
-def _object_faults(store: LocalStore, manifest: Manifest, shard: int) -> Iterator[Fault]:
+def _object_faults(
+    where: str, manifest: Manifest, shard: int, data: bytes | None, sizes: Mapping[str, int]
+) -> Iterator[Fault]:
     try:
-        record = read_record(store, shard)
+        record = parse_record(where, data)
     except CacheError as fault:
-        yield Fault(f"shards/{shard:06d}.json", str(fault))
+        yield Fault(record_name(shard), str(fault))
         return
     if record is None:
-        yield Fault(f"shards/{shard:06d}.json", "missing")
+        yield Fault(record_name(shard), "missing")
         return
     for spec in array_specs(manifest.identity, manifest.totals.shards):
         key = spec.object_key(shard)
-        size, wanted = store.size(key), record.objects.get(key)
+        size, wanted = sizes.get(key), record.objects.get(key)
         if wanted is None:
             yield Fault(key, "not in the shard's commit record")
         elif size != wanted.bytes:
             yield Fault(key, "missing" if size is None else f"{size:,} bytes, the commit record says {wanted.bytes:,}")
 
 
-def _content_faults(
-    store: LocalStore, manifest: Manifest, shard: int, rows: Sequence[dict[str, Any]]
-) -> Iterator[Fault]:
+def _content_faults(store: Store, manifest: Manifest, shard: int, rows: Sequence[dict[str, Any]]) -> Iterator[Fault]:
     identity, first = manifest.identity, shard * manifest.identity.shard_tokens
     arrays: dict[str, Any] = {}
     for spec in array_specs(identity, manifest.totals.shards):

@@ -7,10 +7,8 @@ index.parquet and a zarr.json that says complete: true.
 import hashlib
 import io
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 
 from cache.layout import read_root, write_arrays, write_root
 from cache.shard import encode_shard
-from cache.store import LocalStore, check_place
+from cache.store import Store, open_store
 from schemas.arrays import array_specs
 from schemas.errors import CacheError
 from schemas.index import INDEX_SCHEMA, PLAN_SCHEMA, check_table
@@ -36,19 +34,8 @@ def existing_manifest(path: str) -> Manifest | None:
 
     Raises CacheError where it holds something else, OptionError where nothing can be written there.
     """
-    folder = Path(path)
-    if not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir())):
-        check_place(path)
-        return None
-    if not folder.is_dir():
-        raise CacheError(f"--out {path} is a file: give a new folder, or one that a capture began")
-    if not (folder / "zarr.json").exists():
-        if all(entry.name.startswith(".tmp-") for entry in folder.iterdir()):
-            return None
-        raise CacheError(
-            f"--out {path} holds something else ({sorted(e.name for e in folder.iterdir())[0]!r}): give a new or empty folder"
-        )
-    return read_root(LocalStore(folder))
+    store = open_store(path)
+    return None if store.vacant() else read_root(store)
 
 
 def check_same(path: str, found: Manifest, identity: Identity, sources: Sequence[tuple[str, str, int]]) -> None:
@@ -82,7 +69,7 @@ def check_same(path: str, found: Manifest, identity: Identity, sources: Sequence
 class CacheWriter:
     """A cache under construction. Any number of processes may commit different shards of it."""
 
-    store: LocalStore
+    store: Store
     manifest: Manifest
     plan: pa.Table
     plan_sha256: str
@@ -90,7 +77,7 @@ class CacheWriter:
     @classmethod
     def create(cls, path: str, manifest: Manifest, plan: pa.Table) -> "CacheWriter":
         """Lay out a new cache: root, array metadata, then the plan. Nothing there may be worth keeping."""
-        store = LocalStore(Path(path))
+        store = open_store(path)
         store.clean_workspaces()
         write_root(store, manifest)
         write_arrays(store, manifest)
@@ -102,7 +89,7 @@ class CacheWriter:
     @classmethod
     def resume(cls, path: str) -> "CacheWriter | None":
         """Go on with the incomplete cache at `path`, by its own plan; None where it was killed before its plan was written."""
-        store = LocalStore(Path(path))
+        store = open_store(path)
         store.clean_workspaces()
         manifest = read_root(store)
         data = store.get(PLAN)
@@ -112,18 +99,22 @@ class CacheWriter:
             table = pq.read_table(io.BytesIO(data))
         except pa.ArrowException as fault:
             raise CacheError(
-                f"{path}/{PLAN} cannot be read ({str(fault).splitlines()[0]}): capture again into another folder"
+                f"{store.where(PLAN)} cannot be read ({str(fault).splitlines()[0]}): capture again into another folder"
             ) from None
-        plan = check_table(table, PLAN_SCHEMA, f"{path}/{PLAN}")
+        plan = check_table(table, PLAN_SCHEMA, f"{store.where(PLAN)}")
         return cls(store, manifest, plan, hashlib.sha256(data).hexdigest())
 
     def missing_shards(self) -> list[int]:
         """The shards still to do: those without a commit record, or whose objects are not what the record says."""
-        specs = array_specs(self.manifest.identity, self.manifest.totals.shards)
+        shards = range(self.manifest.totals.shards)
+        specs = array_specs(self.manifest.identity, len(shards))
+        # Records first: a shard that another process commits meanwhile then has its objects in the list.
+        records = list(read_records(self.store, shards))
+        sizes = object_sizes(self.store, [spec.name for spec in specs])
         return [
             shard
-            for shard in range(self.manifest.totals.shards)
-            if not _is_committed(self.store, shard, self.plan_sha256, [spec.object_key(shard) for spec in specs])
+            for shard, record in zip(shards, records, strict=True)
+            if not _is_committed(record, self.plan_sha256, {spec.object_key(shard) for spec in specs}, sizes)
         ]
 
     def commit_shard(self, shard: int, arrays: Mapping[str, NDArray[np.generic]]) -> int:
@@ -164,21 +155,34 @@ class CacheWriter:
         return complete
 
 
-def read_record(store: LocalStore, shard: int) -> CommitRecord | None:
+def read_record(store: Store, shard: int) -> CommitRecord | None:
     """The commit record of a shard, or None where it was not committed; CacheError where the record is malformed."""
-    data = store.get(record_name(shard))
+    return next(read_records(store, [shard]))
+
+
+def read_records(store: Store, shards: Sequence[int]) -> Iterator[CommitRecord | None]:
+    """`read_record` of each shard, in order."""
+    keys = [record_name(shard) for shard in shards]
+    for key, data in zip(keys, store.get_each(keys), strict=True):
+        yield parse_record(store.where(key), data)
+
+
+def parse_record(where: str, data: bytes | None) -> CommitRecord | None:
+    """A commit record from its bytes; None where there are none. Raises CacheError where it is malformed."""
     if data is None:
         return None
     try:
-        return parse(CommitRecord, json.loads(data), f"{store.root}/{record_name(shard)}", CacheError)
+        return parse(CommitRecord, json.loads(data), where, CacheError)
     except ValueError as fault:
-        raise CacheError(
-            f"{store.root}/{record_name(shard)} is not JSON ({fault}): the cache is damaged; capture again"
-        ) from None
+        raise CacheError(f"{where} is not JSON ({fault}): the cache is damaged; capture again") from None
 
 
-def _is_committed(store: LocalStore, shard: int, plan_sha256: str, keys: Sequence[str]) -> bool:
-    record = read_record(store, shard)
-    if record is None or record.plan_sha256 != plan_sha256 or set(record.objects) != set(keys):
+def object_sizes(store: Store, arrays: Sequence[str]) -> dict[str, int]:
+    """The size of every object of these arrays that is there, by its key."""
+    return {key: size for name in arrays for key, size in store.sizes(name).items()}
+
+
+def _is_committed(record: CommitRecord | None, plan_sha256: str, keys: Set[str], sizes: Mapping[str, int]) -> bool:
+    if record is None or record.plan_sha256 != plan_sha256 or record.objects.keys() != keys:
         return False
-    return all(store.size(key) == record.objects[key].bytes for key in keys)
+    return all(sizes.get(key) == record.objects[key].bytes for key in keys)

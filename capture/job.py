@@ -1,12 +1,11 @@
 """What a capture has to do, by what lies in its place already: nothing, what is missing, or all of it."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 
+from cache.store import open_store
 from cache.verify import forget, verify
 from cache.write import CacheWriter, check_same, existing_manifest
 from capture.lines import Scan
@@ -66,7 +65,7 @@ def open_writer(job: Job, out: str, say: Say) -> CacheWriter:
     assert job.plan is not None
     if job.replaced:
         say.note(f"{out}: removing what another capture left there")
-        _remove(out)
+        open_store(out).remove()
     return CacheWriter.create(out, *job.plan)
 
 
@@ -92,11 +91,3 @@ def same_as(found: Manifest | None, settings: Settings, scans: Sequence[Scan]) -
             return None
         raise
     return found
-
-
-def _remove(out: str) -> None:
-    # Renamed first: a kill in the middle must not leave half a cache under the name.
-    gone = Path(out).with_name(f"{Path(out).name}.removed")
-    shutil.rmtree(gone, ignore_errors=True)
-    Path(out).rename(gone)
-    shutil.rmtree(gone)

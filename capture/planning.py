@@ -1,15 +1,14 @@
 """From data to a plan, before the target is loaded: what will be captured, where it will lie, and whether there is room."""
 
 import platform
-import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 import pyarrow as pa
 import torch
 import transformers
 
+from cache.store import open_store
 from capture.lines import Scan
 from capture.plan import Collected, build_plan, collect
 from capture.samples import SampleRules
@@ -78,17 +77,9 @@ def tell_plan(manifest: Manifest, collected: Collected, say: Say) -> None:
 def check_disk(out: str, manifest: Manifest) -> None:
     """OptionError where the plan needs more than is free."""
     rows = manifest.totals.shards * manifest.identity.shard_tokens
-    needed, free = bytes_per_token(manifest.identity)[0] * rows, free_bytes(out)
-    if needed > free:
+    needed, free = bytes_per_token(manifest.identity)[0] * rows, open_store(out).free_bytes()
+    if free is not None and needed > free:
         raise OptionError(
             f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: free some, capture fewer layers "
             "or rows, or give another --out"
         )
-
-
-def free_bytes(out: str) -> int:
-    """Free bytes of the disk that `out` would lie on."""
-    folder = Path(out).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

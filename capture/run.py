@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cache.store import open_store
 from cache.write import CacheWriter, existing_manifest
 from capture.crew import Crew, gather
 from capture.job import Job, find_job, open_writer, same_as
-from capture.planning import free_bytes, plan_capture, tell_plan
+from capture.planning import plan_capture, tell_plan
 from capture.progress import Progress
 from capture.settings import Settings, scan_data, settle
 from capture.shards import run_shards
@@ -29,11 +30,11 @@ TARGET_FILES = (
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a capture would do: the manifest it would begin with, samples cut at the maximum length, and the disk."""
+    """What a capture would do: the manifest it would begin with, samples cut at the maximum length, and the disk, where one bounds it."""
 
     manifest: Manifest
     truncated: int
-    free_bytes: int
+    free_bytes: int | None
 
 
 def capture(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Manifest | None:
@@ -56,7 +57,7 @@ def dry_run(options: CaptureOptions, say: Say) -> DryRun:
     same_as(existing_manifest(options.out), settings, scans)
     manifest, _, collected = plan_capture(settings, scans, say)
     tell_plan(manifest, collected, say)
-    return DryRun(manifest, collected.truncated, free_bytes(options.out))
+    return DryRun(manifest, collected.truncated, open_store(options.out).free_bytes())
 
 
 def _lead(settings: Settings, crew: Crew, say: Say) -> Manifest:

@@ -6,7 +6,7 @@ from typing import Any
 from cache.device import resolve_device
 from cache.layout import read_root
 from cache.read import Cache, open_cache
-from cache.store import LocalStore
+from cache.store import open_store
 from capture.lines import scan_files
 from capture.prompts import read_prompts
 from draft.accept import evaluate_cache
@@ -101,7 +101,7 @@ def _open_cache(path: str, draft: Draft, draft_path: str, say: Say) -> Cache:
 
     A run knows its target better: a cache of another one of the same shapes is warned of.
     """
-    identity = read_root(LocalStore(Path(path))).identity
+    identity = read_root(open_store(path)).identity
     check_same_target(draft, identity, path)
     if (Path(draft_path) / PROVENANCE).is_file():
         trained, held = read_provenance(Path(draft_path)).identity.target, identity.target

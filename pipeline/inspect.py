@@ -1,7 +1,6 @@
 """`dflash inspect`: what a cache holds, in words; and the words for a plan and for a finished capture."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.arrays import bytes_per_token
@@ -61,7 +60,7 @@ def plan_text(plan: "DryRun") -> str:
     manifest = plan.manifest
     rows = [
         *totals_rows(manifest.identity, manifest.totals),
-        ("free disk", size_text(plan.free_bytes)),
+        ("free disk", "not bounded" if plan.free_bytes is None else size_text(plan.free_bytes)),
         ("cut", f"{plan.truncated:,} samples at {manifest.identity.max_length:,} tokens"),
         ("mask token", f"{manifest.identity.mask_token_id} ({manifest.mask_token_source})"),
     ]
@@ -103,7 +102,7 @@ def inspect_text(path: str, sample: int, width: int) -> str:
     if not 0 <= sample < len(cache.index):
         raise OptionError(f"--sample {sample}: {path} holds samples 0 to {len(cache.index) - 1}")
     identity = manifest.identity
-    disk = sum(item.stat().st_size for item in Path(path).rglob("*") if item.is_file())
+    disk = sum(cache.store.sizes().values())
     rows = [
         *totals_rows(identity, manifest.totals),
         ("on disk", f"{size_text(disk)} ({disk:,} bytes)"),
@@ -144,11 +143,12 @@ def _tokenizer(cache: Any) -> Any:
     from schemas.errors import CacheDamaged
 
     try:
-        # An absolute path, since a relative one that is missing would be looked for on the Hub.
-        return AutoTokenizer.from_pretrained(cache.target_folder.absolute())
+        with cache.target_folder() as folder:
+            # An absolute path, since a relative one that is missing would be looked for on the Hub.
+            return AutoTokenizer.from_pretrained(folder.absolute())
     except Exception as fault:  # whatever json or tokenizers raise for a file that is missing or torn
         raise CacheDamaged(
-            f"{cache.target_folder} holds no tokenizer that can be read ({str(fault).splitlines()[0]}): the cache is "
+            f"{cache.store.where('target')} holds no tokenizer that can be read ({str(fault).splitlines()[0]}): the cache is "
             "damaged; capture again"
         ) from None
 

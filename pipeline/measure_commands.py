@@ -99,13 +99,13 @@ def inspect(
 ) -> None:
     """Show what a cache holds: its manifest, its sizes and a sample with the supervised tokens marked."""
     from cache.layout import read_root
-    from cache.store import LocalStore
+    from cache.store import open_store
     from pipeline.inspect import inspect_text
     from pipeline.results import write_json
 
     print(inspect_text(cache, sample, shutil.get_terminal_size((120, 24)).columns))
     if json is not None:
-        write_json(Path(json), read_root(LocalStore(Path(cache))).model_dump(mode="json"))
+        write_json(Path(json), read_root(open_store(cache)).model_dump(mode="json"))
 
 
 def verify(

@@ -7,7 +7,7 @@ import torch
 
 from cache.layout import read_root
 from cache.read import Cache, open_cache
-from cache.store import LocalStore
+from cache.store import open_store
 from draft.files import check_place
 from draft.model import new_draft
 from draft.shape import draft_config
@@ -40,7 +40,7 @@ class Job:
 
 def prepare(options: TrainOptions, cache_path: str, out: str, resume: str | bool, say: Say) -> Job:
     """Resolve, check and load all, then write the run's config and provenance. Nothing is written where an error is raised."""
-    manifest = read_root(LocalStore(Path(cache_path)))
+    manifest = read_root(open_store(cache_path))
     options = resolve_options(options, manifest.identity, say)
     cache = open_cache(cache_path, options.run.layers)
     _check_val(options, cache)
