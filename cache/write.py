@@ -4,7 +4,6 @@ A folder becomes a cache with its zarr.json (complete: false), is ready for work
 index.parquet and a zarr.json that says complete: true.
 """
 
-import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -16,16 +15,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.layout import read_root, write_arrays, write_root
+from cache.plan import PLAN, Plan, write_plan
 from cache.shard import encode_shard
 from cache.store import Store, open_store
 from schemas.arrays import array_specs
 from schemas.errors import CacheError
-from schemas.index import INDEX_SCHEMA, PLAN_SCHEMA, check_table
 from schemas.manifest import Identity, Manifest, first_difference
 from schemas.records import CommitRecord, record_name
 from schemas.strict import parse
 
-PLAN = "plan.parquet"
 INDEX = "index.parquet"
 
 
@@ -71,8 +69,7 @@ class CacheWriter:
 
     store: Store
     manifest: Manifest
-    plan: pa.Table
-    plan_sha256: str
+    plan: Plan
 
     @classmethod
     def create(cls, path: str, manifest: Manifest, plan: pa.Table) -> "CacheWriter":
@@ -81,10 +78,7 @@ class CacheWriter:
         store.clean_workspaces()
         write_root(store, manifest)
         write_arrays(store, manifest)
-        buffer = io.BytesIO()
-        pq.write_table(check_table(plan, PLAN_SCHEMA, "the plan"), buffer, compression="zstd")
-        store.put(PLAN, [buffer.getvalue()])
-        return cls(store, manifest, plan, hashlib.sha256(buffer.getvalue()).hexdigest())
+        return cls(store, manifest, write_plan(store, plan))
 
     @classmethod
     def resume(cls, path: str) -> "CacheWriter | None":
@@ -92,17 +86,8 @@ class CacheWriter:
         store = open_store(path)
         store.clean_workspaces()
         manifest = read_root(store)
-        data = store.get(PLAN)
-        if data is None:
-            return None
-        try:
-            table = pq.read_table(io.BytesIO(data))
-        except pa.ArrowException as fault:
-            raise CacheError(
-                f"{store.where(PLAN)} cannot be read ({str(fault).splitlines()[0]}): capture again into another folder"
-            ) from None
-        plan = check_table(table, PLAN_SCHEMA, f"{store.where(PLAN)}")
-        return cls(store, manifest, plan, hashlib.sha256(data).hexdigest())
+        plan = Plan.open(store)
+        return None if plan is None else cls(store, manifest, plan)
 
     def missing_shards(self) -> list[int]:
         """The shards still to do: those without a commit record, or whose objects are not what the record says."""
@@ -114,7 +99,7 @@ class CacheWriter:
         return [
             shard
             for shard, record in zip(shards, records, strict=True)
-            if not _is_committed(record, self.plan_sha256, {spec.object_key(shard) for spec in specs}, sizes)
+            if not _is_committed(record, self.plan.sha256, {spec.object_key(shard) for spec in specs}, sizes)
         ]
 
     def commit_shard(self, shard: int, arrays: Mapping[str, NDArray[np.generic]]) -> int:
@@ -133,7 +118,7 @@ class CacheWriter:
             key = spec.object_key(shard)
             objects[key] = self.store.put(key, encode_shard(array, spec.chunk_rows))
         record = CommitRecord(
-            shard=shard, rows=(shard * rows, (shard + 1) * rows), plan_sha256=self.plan_sha256, objects=objects
+            shard=shard, rows=(shard * rows, (shard + 1) * rows), plan_sha256=self.plan.sha256, objects=objects
         )
         self.store.put(record_name(shard), [record.model_dump_json(indent=1).encode()])
         return sum(item.bytes for item in objects.values())
@@ -146,7 +131,7 @@ class CacheWriter:
         """Write the index, then the manifest that says complete; the plan has served. Every shard must be in."""
         assert not self.missing_shards()
         buffer = io.BytesIO()
-        pq.write_table(self.plan.select(INDEX_SCHEMA.names), buffer, compression="zstd")
+        pq.write_table(self.plan.index(), buffer, compression="zstd")
         self.store.put(INDEX, [buffer.getvalue()])
         complete = self.manifest.model_copy(update={"complete": True})
         write_root(self.store, complete)

@@ -3,8 +3,6 @@
 import json
 from dataclasses import dataclass
 
-import numpy as np
-
 from cache.store import open_store
 from cache.write import CacheWriter, existing_manifest
 from capture.crew import Crew, gather
@@ -77,11 +75,12 @@ def _lead(settings: Settings, crew: Crew, say: Say) -> Manifest:
             crew.tell("shards", "[]")
             return job.done
         writer = open_writer(job, out, say)
+        # From here on the plan is read shard by shard, so that memory does not grow with the data.
         del job
         _put_target(settings, head, writer)
         missing = writer.missing_shards()
         crew.tell("shards", json.dumps(missing))
-        progress = Progress(crew, _tokens_of(writer, missing), say)
+        progress = Progress(crew, writer.plan.tokens(missing), say)
         run_shards(target, settings.traits, writer, missing, crew, progress)
         crew.tell("done/0")
         crew.hear_all("done", progress.wait)
@@ -131,8 +130,3 @@ def _put_target(settings: Settings, head: bytes, writer: CacheWriter) -> None:
     for name in TARGET_FILES:
         if (path := settings.ref.folder / name).is_file():
             writer.put_file(f"target/{name}", path.read_bytes())
-
-
-def _tokens_of(writer: CacheWriter, shards: list[int]) -> int:
-    wanted = np.isin(writer.plan["shard"].to_numpy(), shards)
-    return int(writer.plan["length"].to_numpy()[wanted].sum())

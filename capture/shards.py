@@ -26,7 +26,7 @@ def run_shards(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit") as pool:
         pending: tuple[Future[int], str] | None = None
         for shard in crew.claim(missing):
-            plan, begun = shard_plan(writer.plan, shard, identity.shard_tokens), time.monotonic()
+            plan, begun = shard_plan(writer.plan.shard(shard), shard, identity.shard_tokens), time.monotonic()
             places = batch_places(plan)
             arrays = run_shard(target, traits, identity, plan, _counted(progress, places))
             if pending is not None:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from safetensors.torch import save
 
 from cache.codecs import encode
+from cache.plan import PLAN
 from cache.write import CacheWriter
 from schemas.arrays import chunk_tokens
 from schemas.index import PLAN_SCHEMA
@@ -117,11 +119,13 @@ def shard_arrays(writer: CacheWriter, shard: int) -> dict[str, np.ndarray]:
     for layer in who.layers:
         states = torch.from_numpy(draw.standard_normal((rows, HIDDEN)).astype(np.float32))
         arrays[f"hidden/{layer}"] = encode(states, who.codec)["hidden"]
-    for row in writer.plan.to_pylist():
-        if row["shard"] == shard:
-            start = row["offset"] - shard * rows
-            arrays["tokens/input_ids"][start : start + row["length"]] = row["input_ids"]
-            arrays["tokens/loss_mask"][start : start + row["length"]] = row["loss_mask"]
+    # A finished cache has no plan any more; that of `make_cache` is this.
+    finished = writer.store.size(PLAN) is None
+    table = plan(writer.manifest.totals.shards, rows) if finished else writer.plan.shard(shard)
+    for row in table.filter(pc.equal(table["shard"], shard)).to_pylist():
+        start = row["offset"] - shard * rows
+        arrays["tokens/input_ids"][start : start + row["length"]] = row["input_ids"]
+        arrays["tokens/loss_mask"][start : start + row["length"]] = row["loss_mask"]
     return arrays
 
 
