@@ -23,6 +23,9 @@ OPEN_SHARDS = 64
 SHARD_BYTES = 1 << 30
 MOST_SHARD_TOKENS = 65_536
 DUPLICATE = "duplicate"
+# What another forward pass costs, in padded tokens. With 32 real conversations come to 1 to 2.5% padding in batches of 1,000 to
+# 2,000 tokens, which keep a device busy; with a tenth of that passes become many and small.
+BATCH_COST = 32
 # pyarrow's list offsets are 32-bit: a piece of the table must hold fewer tokens than that.
 PIECE_TOKENS = 1 << 28
 
@@ -110,21 +113,30 @@ def pack(lengths: Sequence[int], shard_tokens: int, open_shards: int = OPEN_SHAR
 
 
 def assign_batches(lengths: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int32]:
-    """The forward pass of each sample of a shard, numbered from 0: longest first, samples x longest <= `batch_tokens`.
+    """The forward pass of each sample of a shard, numbered from 0, longest first; samples x longest <= `batch_tokens`.
 
-    A sample longer than that runs alone. Length-sorted batches hardly compute padding.
+    A sample longer than that runs alone. Of all ways to cut the samples, sorted by length, into batches it is the one with
+    the least padding, where a batch more counts as BATCH_COST tokens of padding. Example: lengths 100, 99, 20, 19 run as
+    two batches (2 padded rows), not as one (162).
     """
     order = np.argsort(-lengths, kind="stable")
-    batch_of = np.zeros(len(lengths), dtype=np.int32)
-    batch, count, longest = 0, 0, 0
-    for place in order:
-        length = int(lengths[place])
-        if count and (count + 1) * longest > batch_tokens:
-            batch, count = batch + 1, 0
-        if not count:
-            longest = length
-        batch_of[place] = batch
-        count += 1
+    longest_first = lengths[order]
+    count = len(lengths)
+    # cost[n]: the least for the n longest; begin[n]: where the last batch of that begins.
+    cost, begin = np.full(count + 1, np.iinfo(np.int64).max), np.zeros(count + 1, dtype=np.int64)
+    cost[0] = 0
+    for first, longest in enumerate(longest_first.tolist()):
+        most = min(count - first, max(1, batch_tokens // longest))
+        candidates = cost[first] + BATCH_COST + np.arange(1, most + 1) * longest
+        ends = slice(first + 1, first + most + 1)
+        better = candidates < cost[ends]
+        cost[ends][better], begin[ends][better] = candidates[better], first
+    starts, place = [], count
+    while place:
+        place = int(begin[place])
+        starts.append(place)
+    batch_of = np.zeros(count, dtype=np.int32)
+    batch_of[order] = np.searchsorted(np.array(starts[::-1]), np.arange(count), side="right") - 1
     return batch_of
 
 

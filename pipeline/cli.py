@@ -10,7 +10,7 @@ from types import FrameType
 import typer
 
 from pipeline import capture_commands, measure_commands, train_command
-from pipeline.launch import LAUNCHER
+from pipeline.launch import launched
 from schemas.errors import Bystander, DflashError, Interrupted
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     first = os.environ.get("RANK", "0") == "0"
+    speaks = first and not launched(os.environ)
     if not (sys.stderr.isatty() and first):
         # Libraries draw bars of their own, which a log holds as one endless line, and every process would draw its own.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -54,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except Bystander as fault:
         # The process that failed has spoken, though perhaps on another machine.
-        _fail(str(fault) if first and LAUNCHER not in os.environ else "", fault.exit_code, debug)
+        _fail(str(fault) if speaks else "", fault.exit_code, debug)
     except Interrupted as fault:
-        _fail(str(fault) if first else "", fault.exit_code, debug)
+        _fail(str(fault) if speaks else "", fault.exit_code, debug)
     except DflashError as fault:
         _fail(str(fault), fault.exit_code, debug)
     except UsageFault as fault:
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except (KeyboardInterrupt, typer.Abort):
         text = "interrupted; the same command goes on where it stopped (train: add --resume)"
-        _fail(text if first else "", INTERRUPTED, debug)
+        _fail(text if speaks else "", INTERRUPTED, debug)
 
 
 def with_resume_value(words: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from schemas.errors import DflashError, OptionError
+from schemas.errors import DflashError, Interrupted, OptionError
 from schemas.ranks import ALONE, Ranks, ranks_of
 
 LAUNCHER = "DFLASH_LAUNCHER"
@@ -26,18 +26,23 @@ def own_ranks(environment: Mapping[str, str], nproc: int | None, tp: int = 1) ->
     ranks = ranks_of(environment)
     if ranks is None:
         return ALONE if (nproc or tp) == 1 else None
-    if environment.get(LAUNCHER) == str(os.getppid()):
+    if launched(environment):
         _end_with_parent()
     elif nproc is not None:
         raise OptionError(f"--nproc {nproc} inside a launcher that started {ranks.world} processes: leave --nproc out")
     return ranks
 
 
+def launched(environment: Mapping[str, str]) -> bool:
+    """Whether `launch` started this process; then it speaks for all of them where they are stopped."""
+    return environment.get(LAUNCHER) == str(os.getppid())
+
+
 def launch(words: Sequence[str], nproc: int) -> NoReturn:
     """Run `dflash WORDS` in `nproc` processes of this machine and exit as they did.
 
-    The processes print for themselves. Exit code: that of the first that failed; 143 and 130 after SIGTERM and Ctrl-C.
-    Raises DflashError where one was killed.
+    The processes print for themselves. Exit code: that of the first that failed. Raises DflashError where one was killed,
+    Interrupted and KeyboardInterrupt after SIGTERM and Ctrl-C.
     """
     import logging
 
@@ -45,8 +50,8 @@ def launch(words: Sequence[str], nproc: int) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # What failed is said by the process itself, in one line; the launcher would add forty.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # What failed is said by the process itself, in one line; the launcher, which does nothing else, would add forty.
+    logging.disable(logging.ERROR)
     os.environ[LAUNCHER] = str(os.getpid())
     # Processes that share the cores must not each start a thread for every core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
@@ -71,7 +76,9 @@ def launch(words: Sequence[str], nproc: int) -> NoReturn:
             "it does what is missing"
         ) from None
     except SignalException as fault:
-        sys.exit(128 + fault.sigval)
+        if fault.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise Interrupted(f"stopped by {fault.sigval.name}: the same command goes on where it stopped") from None
     sys.exit(0)
 
 

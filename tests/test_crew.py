@@ -205,11 +205,22 @@ def dflash(*words: str, **options: object) -> subprocess.Popen:
     )
 
 
+LONGER = {"batch_tokens": 64, "shard_tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def longer(driver, folder, target) -> tuple[str, dict[str, bytes]]:
+    """Data that takes some seconds in small batches, and its cache by one process."""
+    data = write_jsonl(folder / "longer.jsonl", shipped_rows(200))
+    assert driver.run(1, options_for(target, data, folder / "longer", **LONGER))[0] == [0]
+    return data, contents(folder / "longer")
+
+
 def command_for(target: str, data: str, out: Path) -> list[str]:
     words = f"capture --target {target} --data {data} --out {out} --layers 0,2 --codec f32 --dtype float32 --top-k 8 --max-length 256"
     return [
         *words.split(),
-        *["--shard-tokens", "1024", "--batch-tokens", "512", "--val-fraction", "0.2", "--nproc", "2"],
+        *["--shard-tokens", "1024", "--batch-tokens", "64", "--val-fraction", "0.2", "--nproc", "2"],
     ]
 
 
@@ -226,7 +237,8 @@ def stop_in_the_middle(process: subprocess.Popen, number: int, of_a_worker: bool
     return process.returncode, said
 
 
-def test_nproc_ends_politely_and_goes_on(folder, data, alone, target):
+def test_nproc_ends_politely_and_goes_on(folder, longer, target):
+    data, uninterrupted = longer
     out = folder / "command"
     code, said = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGTERM, False)
     assert code == 143, said
@@ -236,11 +248,12 @@ def test_nproc_ends_politely_and_goes_on(folder, data, alone, target):
     assert process.returncode == 0, said
     assert printed.count("complete") == 1, "the first process alone speaks"
     assert "going on" in said
-    assert contents(out) == alone[0]
+    assert contents(out) == uninterrupted
 
 
 @pytest.mark.slow
-def test_nproc_survives_its_processes(folder, data, alone, target):
+def test_nproc_survives_its_processes(folder, longer, target):
+    data, uninterrupted = longer
     out = folder / "killed-command"
     code, said = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGKILL, True)
     assert (code, "was ended by SIGKILL: run the same command again" in said) == (1, True), said
@@ -249,7 +262,7 @@ def test_nproc_survives_its_processes(folder, data, alone, target):
     process = dflash(*command_for(target, data, out))
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert contents(out) == alone[0]
+    assert contents(out) == uninterrupted
 
 
 def test_a_mistake_is_said_once(folder, data, target):

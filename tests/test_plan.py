@@ -1,5 +1,7 @@
 """The plan: packing, batches, tables and totals."""
 
+from itertools import combinations, pairwise
+
 import numpy as np
 import pytest
 from capture_fixtures import TINY_CHAT, shipped_rows, talk, write_jsonl
@@ -10,6 +12,7 @@ from capture import plan as plan_module
 from capture.lines import scan_files
 from capture.plan import DUPLICATE, assign_batches, build_plan, collect, default_shard_tokens, pack
 from capture.samples import SampleRules
+from capture.settings import DEFAULT_DATA
 from schemas.errors import DataError
 from schemas.index import PLAN_SCHEMA
 from schemas.manifest import Identity, TargetIdentity
@@ -47,6 +50,41 @@ def test_batches_stay_under_the_budget(lengths, budget):
         assert len(inside) == 1 or len(inside) * inside.max() <= budget
     longest = [np.array(lengths)[batch_of == batch].max() for batch in range(batch_of.max() + 1)]
     assert longest == sorted(longest, reverse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.integers(50, 900))
+def test_batches_cost_the_least_of_all_ways_to_cut(lengths, budget):
+    """Against every way to cut the sorted samples into batches."""
+    longest_first, count = sorted(lengths, reverse=True), len(lengths)
+
+    def cost(bounds):
+        pieces = [longest_first[a:b] for a, b in pairwise((0, *bounds, count))]
+        if any(len(piece) > 1 and len(piece) * piece[0] > budget for piece in pieces):
+            return np.inf
+        return sum(len(piece) * piece[0] + plan_module.BATCH_COST for piece in pieces)
+
+    cuts = (bounds for size in range(count) for bounds in combinations(range(1, count), size))
+    batch_of = assign_batches(np.array(lengths), budget)
+    pieces = [[n for n, b in zip(lengths, batch_of, strict=True) if b == batch] for batch in range(batch_of.max() + 1)]
+    found = sum(len(piece) * max(piece) + plan_module.BATCH_COST for piece in pieces)
+    assert found == min(cost(bounds) for bounds in cuts)
+
+
+@pytest.mark.parametrize(("shard_tokens", "most"), [(65_536, 0.02), (16_384, 0.03)])
+def test_conversations_hardly_need_padding(shard_tokens, most):
+    chat = open_chat(resolve_target(str(TINY_CHAT)))
+    data = collect(chat, scan_files((str(DEFAULT_DATA),), None), RULES, lambda *_: None)
+    table, totals = build_plan(data, shard_tokens, 16_384)
+    shard, batch, length = (table[name].to_numpy().astype(np.int64) for name in ("shard", "batch", "length"))
+    _, group = np.unique(shard * 10_000 + batch, return_inverse=True)
+    longest = np.zeros(group.max() + 1, np.int64)
+    np.maximum.at(longest, group, length)
+    places = (np.bincount(group) * longest).sum()
+    assert 1 - length.sum() / places <= most
+    filled = np.bincount(shard, weights=length) / shard_tokens
+    assert filled[:-1].min() >= 0.99, "all but the last, which takes what is left"
+    assert totals.tokens == length.sum()
 
 
 def collected(tmp_path, rows, rules=RULES, name="rows.jsonl"):
