@@ -1,36 +1,80 @@
-"""Capturing against a bare forward of the same target over the same batches with full logits, as a ratio in the same run.
+"""Capturing against a bare forward, and against a loop that pads in file order, as ratios in the same run.
 
-    python benchmarks/capturing.py [--target demo/tiny-chat] [--rows 400]
+    python benchmarks/capturing.py [--target demo/tiny-chat | --target wide] [--rows 400] [--batch-tokens 2048]
 
-Capturing includes hidden states of three layers, the top 64 of the logits, encoding, and writing with fsync.
+Captured are four layers and the top 64 of the logits, encoded in bf16 and written with fsync by the loop that `dflash capture`
+runs. The bare forward computes full logits over the same batches and keeps nothing. The loop in file order captures as we do,
+but batches the samples as they come, padded to the longest of each batch, under the same limit of places.
+`wide` is a random model (H 1024, 6 layers, vocabulary 32,768) made on the spot.
 """
 
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from cache.write import CacheWriter
-from capture.forward import make_batch, run_shard, shard_plan, token_arrays
+from capture.crew import gather
+from capture.forward import ShardPlan, make_batch, run_shard, shard_plan, token_arrays
 from capture.planning import plan_capture
+from capture.progress import Progress
 from capture.settings import scan_data, settle
+from capture.shards import batch_places, run_shards
 from schemas.options import CaptureOptions
+from schemas.ranks import ALONE
 from schemas.say import Silent
 from target.load import load_target
 
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 64, "vocab_size": 32_768, "num_hidden_layers": 6}  # fmt: skip
+
+
+def wide_target(folder: Path) -> str:
+    """A random Qwen3 with the shipped tokenizer, larger than a CPU's cache."""
+    import shutil
+
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**WIDE, eos_token_id=2, tie_word_embeddings=True)).save_pretrained(folder)
+    for path in Path("demo/tiny-chat").glob("*"):
+        if path.name.startswith(("tokenizer", "chat", "generation")):
+            shutil.copy(path, folder)
+    return str(folder)
+
+
+def in_file_order(plan: ShardPlan, batch_tokens: int) -> ShardPlan:
+    """The shard's samples batched as they come."""
+    batch, count, longest, numbers = 0, 0, 0, []
+    for length in plan.length.tolist():
+        if count and (count + 1) * max(longest, length) > batch_tokens:
+            batch, count, longest = batch + 1, 0, 0
+        count, longest = count + 1, max(longest, length)
+        numbers.append(batch)
+    return replace(plan, batch=np.array(numbers, dtype=np.int64))
+
 
 def main() -> None:
-    """Plan a capture, run it and the bare forward alternately three times, print the best ratio of each."""
+    """Plan a capture; run it, the bare forward and the loop in file order in turn; print each one's best."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="demo/tiny-chat")
+    parser.add_argument("--data", help="conversations; by default those shipped")
     parser.add_argument("--rows", type=int, default=400)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--shard-tokens", type=int, default=16_384)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        name = wide_target(Path(folder) / "wide") if arguments.target == "wide" else arguments.target
         options = CaptureOptions(
-            target=arguments.target, out=f"{folder}/hs.zarr", dtype="float32", codec="bf16", layers=(1, 2, 4),
-            limit=arguments.rows, max_length=512, shard_tokens=16_384, batch_tokens=2048,
+            target=name, data=(arguments.data,) if arguments.data else (), out=f"{folder}/hs.zarr", dtype="float32",
+            limit=arguments.rows, max_length=512, shard_tokens=arguments.shard_tokens,
+            batch_tokens=arguments.batch_tokens, layers=(1, 2, 3, 4),
         )  # fmt: skip
         settings = settle(options, Silent())
         manifest, table, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
@@ -48,20 +92,38 @@ def main() -> None:
 
         def captured() -> None:
             writer = CacheWriter.create(str(Path(folder) / str(time.monotonic_ns())), manifest, table)
-            for shard, plan in zip(shards, plans, strict=True):
-                writer.commit_shard(shard, run_shard(target, settings.traits, identity, plan, lambda _: None))
+            with gather(ALONE, 1) as crew:
+                run_shards(target, settings.traits, writer, list(shards), crew, Progress(crew, 1, Silent()))
 
-        times: dict[str, list[float]] = {"bare": [], "captured": []}
-        bare()
-        for _ in range(3):
-            for name, work in (("bare", bare), ("captured", captured)):
-                started = time.perf_counter()
-                work()
-                times[name].append(time.perf_counter() - started)
+        def file_order() -> None:
+            writer = CacheWriter.create(str(Path(folder) / str(time.monotonic_ns())), manifest, table)
+            for shard, plan in zip(shards, plans, strict=True):
+                ordered = in_file_order(plan, options.batch_tokens)
+                writer.commit_shard(shard, run_shard(target, settings.traits, identity, ordered, lambda _: None))
+
+        times = best({"bare": bare, "captured": captured, "file order": file_order}, arguments.rounds)
     tokens = manifest.totals.tokens
-    for name, taken in times.items():
-        print(f"{name:<10} {tokens / min(taken):8,.0f} tokens/s")
-    print(f"captured / bare forward with full logits {min(times['bare']) / min(times['captured']):.2f}")
+    for work, taken in times.items():
+        print(f"{work:<10} {tokens / taken:8,.0f} tokens/s")
+    padded = {"captured": plans, "file order": [in_file_order(plan, options.batch_tokens) for plan in plans]}
+    for work, shown in padded.items():
+        print(f"padding, {work}: {1 - tokens / sum(sum(batch_places(plan)) for plan in shown):.1%}")
+    filled = [int(plan.length.sum()) / identity.shard_tokens for plan in plans]
+    print(f"shards filled: {np.mean(filled[:-1] or filled):.2%} (the last one {filled[-1]:.1%})")
+    print(f"captured / bare forward with full logits {times['bare'] / times['captured']:.2f}")
+    print(f"captured / a loop that pads in file order {times['file order'] / times['captured']:.2f}")
+
+
+def best(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The least seconds of each, run in turn after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            if number:
+                times[name].append(time.perf_counter() - started)
+    return {name: min(taken) for name, taken in times.items()}
 
 
 if __name__ == "__main__":
