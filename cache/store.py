@@ -16,6 +16,7 @@ from schemas.errors import CacheError, DflashError, OptionError
 from schemas.records import ObjectRecord
 
 TEMPORARY = ".tmp-"
+OBJECT_STORES = ("s3", "gs", "az")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -29,6 +30,8 @@ def fsync_folder(folder: Path) -> None:
 
 def check_place(path: str) -> None:
     """OptionError where nothing can be written at the `--out` path: it lies below a file, or its folder refuses."""
+    if "://" in path:
+        raise OptionError(f"--out {path}: only a cache can lie in an object store: give a local path")
     place = Path(path).absolute()
     try:
         while not place.exists():
@@ -129,10 +132,19 @@ class Store(Protocol):
 
 
 def open_store(path: str) -> Store:
-    """The store at a path: a local folder. Raises OptionError for a scheme (`https://`) that no store here knows."""
-    if (scheme := re.match(r"([a-z][a-z0-9+.-]*)://", path)) is not None:
-        raise OptionError(f"{path}: {scheme[1]}:// is no place for a cache: give a local folder")
-    return LocalStore(Path(path))
+    """The store at a path: a local folder, or `s3://`, `gs://` or `az://` BUCKET/PATH.
+
+    Raises OptionError for another scheme, a bucket that is not there or credentials that are not valid, StoreFault where an object
+    store does not answer.
+    """
+    if (scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path)) is None:
+        return LocalStore(Path(path))
+    if scheme[1] not in OBJECT_STORES:
+        known = ", ".join(f"{name}://" for name in OBJECT_STORES)
+        raise OptionError(f"{path}: {scheme[1]}:// is no place for a cache: give a local folder, or one of {known}")
+    from cache.objects import ObjectStore  # only where needed: it brings a network library
+
+    return ObjectStore.open(path)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class CacheDamaged(DflashError):
     """A complete cache whose objects are missing, short or corrupt; the message names them."""
 
 
+class StoreFault(DflashError):
+    """An object store that does not answer, or fails; what was there is as it was."""
+
+
 class TrainFault(DflashError):
     """Training cannot go on: the loss is not finite, or there is nothing to train on."""
 
