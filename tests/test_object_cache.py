@@ -21,6 +21,7 @@ import cache.objects
 from cache.read import open_cache
 from cache.verify import verify
 from capture import run as run_module
+from capture import shards as shards_module
 from capture.run import capture, dry_run
 from pipeline.cli import main
 from pipeline.evaluate import evaluate
@@ -159,8 +160,8 @@ def test_damage_is_found_named_repaired_and_done_again(
         main(["verify", url, "--repair", *(["--deep"] if deep else [])])
     assert caught.value.code == 1
     assert "1 shards forgotten" in capsys.readouterr().out
-    run, ran = run_module.run_shard, []
-    monkeypatch.setattr(run_module, "run_shard", lambda *given: (ran.append(given), run(*given))[1])
+    run, ran = shards_module.run_shard, []
+    monkeypatch.setattr(shards_module, "run_shard", lambda *given: (ran.append(given), run(*given))[1])
     capture(asked(target, data, url), Recorder())
     assert len(ran) == 1, "only the damaged shard is done again"
     assert s3.contents("damaged/hs.zarr") == local

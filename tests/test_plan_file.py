@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cache.plan import PLAN, Plan, write_plan
 from cache.store import LocalStore
 from capture import run as run_module
+from capture import shards as shards_module
 from capture.forward import shard_plan
 from capture.samples import Sample
 from schemas.errors import CacheError
@@ -144,7 +145,7 @@ def test_samples_are_let_go_before_a_shard_runs(tmp_path, monkeypatch):
     """A capture's memory must not grow with its data."""
     target = random_target(tmp_path / "tiny")
     data = write_jsonl(tmp_path / "rows.jsonl", shipped_rows(12))
-    run, seen = run_module.run_shard, []
+    run, seen = shards_module.run_shard, []
 
     def look(*arguments, **named):
         gc.collect()
@@ -154,7 +155,7 @@ def test_samples_are_let_go_before_a_shard_runs(tmp_path, monkeypatch):
         seen.append(sum(len(table) for table in tables))
         return run(*arguments, **named)
 
-    monkeypatch.setattr(run_module, "run_shard", look)
+    monkeypatch.setattr(shards_module, "run_shard", look)
     run_module.capture(capture_options(target, data, tmp_path / "out", layers=(1,)), Recorder())
     assert seen
     assert not any(seen)
