@@ -4,7 +4,7 @@ Plain Zarr reads the same bytes at a tenth of the speed (it costs a millisecond 
 the tests compare with, not what training waits for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,11 @@ class ChunkReader:
 
     def rows(self, offset: int, length: int) -> NDArray[np.generic]:
         """Rows offset .. offset + length - 1, in memory of their own. Raises CacheDamaged, naming array and shard."""
-        return read_rows([self], offset, length)[0]
+        return read_rows([self], [(offset, length)])[0]
+
+    def knows(self, shard: int) -> bool:
+        """Whether the shard's index was read."""
+        return shard in self.places
 
     def index_span(self, shard: int) -> Span:
         """Where the places of a shard's chunks lie: at the object's end."""
@@ -48,60 +52,67 @@ class ChunkReader:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Rows of one chunk, from its row `first` on, and where they go."""
+class _Wanted:
+    """One chunk, and what it is wanted for: (rows of the output, the chunk's row that goes into the first of them)."""
 
     reader: ChunkReader
     shard: int
     number: int
-    first: int
-    out: NDArray[np.generic]
+    uses: list[tuple[NDArray[np.generic], int]] = field(default_factory=list)
 
 
-def read_rows(readers: Sequence[ChunkReader], offset: int, length: int) -> list[NDArray[np.generic]]:
-    """The same rows of several arrays of one store: [length, ...] each, in memory of their own.
+def read_rows(readers: Sequence[ChunkReader], spans: Sequence[tuple[int, int]]) -> list[NDArray[np.generic]]:
+    """Rows of several arrays of one store: for each array those of all (offset, length), end to end, in memory of their own.
 
-    One call for all of them, so that an object store is asked for their chunks side by side. Raises CacheDamaged.
+    One call for all of them, so that a chunk is read once and an object store is asked for many side by side. Raises CacheDamaged.
     """
-    outs = [np.empty((length, *reader.spec.shape[1:]), dtype=reader.spec.dtype) for reader in readers]
-    pieces = [
-        piece for reader, out in zip(readers, outs, strict=True) for piece in _pieces(reader, offset, length, out)
-    ]
-    unknown = {(id(p.reader), p.shard): p for p in pieces if p.shard not in p.reader.places}.values()
-    spans = [piece.reader.index_span(piece.shard) for piece in unknown]
-    for piece, data in zip(unknown, _fetch(list(unknown), spans, "the index"), strict=True):
-        piece.reader.places[piece.shard] = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    spans = [piece.reader.chunk_span(piece.shard, piece.number) for piece in pieces]
-    for piece, data in zip(pieces, _fetch(pieces, spans, "chunk"), strict=True):
-        spec = piece.reader.spec
-        chunk = np.frombuffer(data, dtype=spec.dtype).reshape(spec.chunk_rows, *spec.shape[1:])
-        piece.out[:] = chunk[piece.first : piece.first + len(piece.out)]
+    total = sum(length for _, length in spans)
+    outs = [np.empty((total, *reader.spec.shape[1:]), dtype=reader.spec.dtype) for reader in readers]
+    wanted = [chunk for reader, out in zip(readers, outs, strict=True) for chunk in _chunks(reader, spans, out)]
+    unknown = list(
+        {(id(chunk.reader), chunk.shard): chunk for chunk in wanted if not chunk.reader.knows(chunk.shard)}.values()
+    )
+    places = [chunk.reader.index_span(chunk.shard) for chunk in unknown]
+    for chunk, data in zip(unknown, _fetch(unknown, places, "the index"), strict=True):
+        chunk.reader.places[chunk.shard] = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+    places = [chunk.reader.chunk_span(chunk.shard, chunk.number) for chunk in wanted]
+    for chunk, data in zip(wanted, _fetch(wanted, places, "chunk"), strict=True):
+        spec = chunk.reader.spec
+        rows = np.frombuffer(data, dtype=spec.dtype).reshape(spec.chunk_rows, *spec.shape[1:])
+        for out, first in chunk.uses:
+            out[:] = rows[first : first + len(out)]
     return outs
 
 
-def _pieces(reader: ChunkReader, offset: int, length: int, out: NDArray[np.generic]) -> Iterator[_Piece]:
+def _chunks(reader: ChunkReader, spans: Sequence[tuple[int, int]], out: NDArray[np.generic]) -> Iterable[_Wanted]:
+    """The chunks that hold these rows, each once, in the order in which they are first needed."""
+    wanted: dict[tuple[int, int], _Wanted] = {}
     done, spec = 0, reader.spec
-    while done < length:
-        shard, row = divmod(offset + done, spec.shard_rows)
-        number, first = divmod(row, spec.chunk_rows)
-        taken = min(length - done, spec.chunk_rows - first)
-        yield _Piece(reader, shard, number, first, out[done : done + taken])
-        done += taken
+    for offset, length in spans:
+        end = done + length
+        while done < end:
+            shard, row = divmod(offset + length - (end - done), spec.shard_rows)
+            number, first = divmod(row, spec.chunk_rows)
+            taken = min(end - done, spec.chunk_rows - first)
+            chunk = wanted.setdefault((shard, number), _Wanted(reader, shard, number))
+            chunk.uses.append((out[done : done + taken], first))
+            done += taken
+    return wanted.values()
 
 
-def _fetch(pieces: Sequence[_Piece], spans: Sequence[Span], what: str) -> Iterator[memoryview]:
+def _fetch(wanted: Sequence[_Wanted], spans: Sequence[Span], what: str) -> Iterator[memoryview]:
     """The bytes of each span without the checksum that they end in and must match."""
-    if not pieces:
+    if not wanted:
         return
-    answers = pieces[0].reader.store.read(spans)
-    for piece, span in zip(pieces, spans, strict=True):
-        name = f"{what} {piece.number}" if what == "chunk" else what
+    answers = wanted[0].reader.store.read(spans)
+    for chunk, span in zip(wanted, spans, strict=True):
+        name, damaged = f"{what} {chunk.number}" if what == "chunk" else what, chunk.reader.damaged
         try:
             data = next(answers)
         except OSError as fault:
-            raise piece.reader.damaged(piece.shard, f"cannot be opened ({fault.strerror or fault})") from None
+            raise damaged(chunk.shard, f"cannot be opened ({fault.strerror or fault})") from None
         if len(data) != span.size:
-            raise piece.reader.damaged(piece.shard, f"{name} is cut short")
+            raise damaged(chunk.shard, f"{name} is cut short")
         if crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-            raise piece.reader.damaged(piece.shard, f"{name} does not match its checksum")
+            raise damaged(chunk.shard, f"{name} does not match its checksum")
         yield data[:-4]

@@ -33,6 +33,7 @@ from schemas.manifest import Manifest
 from schemas.records import record_name
 
 HEAD = "target/head.safetensors"
+TOKENS = ("tokens/input_ids", "tokens/loss_mask")
 
 
 @dataclass(frozen=True)
@@ -69,29 +70,39 @@ class Cache:
             raise CacheDamaged(f"{self.path}/target/config.json is not JSON ({fault}): capture again") from None
         return config
 
+    def samples(self, spans: Sequence[tuple[int, int]], layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Input ids (int64 [T]), loss mask (bool [T]) and hidden states [T, L, H] of all (offset, length), end to end.
+
+        The states are those of the layers asked for, in that order: float32 for codec f32, else bfloat16.
+        """
+        ids, mask, *hidden = self._rows([*TOKENS, *(f"hidden/{layer}" for layer in layers)], spans)
+        codec = self.manifest.identity.codec
+        hidden_TLH = torch.stack([decode({"hidden": each}, codec) for each in hidden], dim=1)
+        return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool)), hidden_TLH
+
     def tokens(self, offset: int, length: int) -> tuple[Tensor, Tensor]:
         """Input ids (int64 [n]) and loss mask (bool [n]) of rows offset .. offset + length - 1."""
-        ids, mask = self._rows(("tokens/input_ids", "tokens/loss_mask"), offset, length)
+        ids, mask = self._rows(TOKENS, [(offset, length)])
         return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool))
 
     def hidden(self, offset: int, length: int, layers: Sequence[int]) -> Tensor:
-        """Hidden states [n, L, H] of the layers asked for, in that order: float32 for codec f32, else bfloat16."""
+        """Hidden states [n, L, H] of rows offset .. offset + length - 1, as `samples` gives them."""
         codec = self.manifest.identity.codec
-        per_layer = self._rows([f"hidden/{layer}" for layer in layers], offset, length)
+        per_layer = self._rows([f"hidden/{layer}" for layer in layers], [(offset, length)])
         return torch.stack([decode({"hidden": hidden}, codec) for hidden in per_layer], dim=1)
 
     def topk(self, offset: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top-k ids (int64 [n, K]), their log-probabilities (float32 [n, K]), and the log of the rest (float32 [n])."""
         names = ("logits/topk_ids", "logits/topk_logprobs", "logits/rest_logprob")
-        ids, logprobs, rest = self._rows(names, offset, length)
+        ids, logprobs, rest = self._rows(names, [(offset, length)])
         return (
             torch.from_numpy(ids.astype(np.int64)),
             torch.from_numpy(logprobs.astype(np.float32)),
             torch.from_numpy(rest),
         )
 
-    def _rows(self, names: Sequence[str], offset: int, length: int) -> list[NDArray[np.generic]]:
-        return read_rows([self.arrays[name] for name in names], offset, length)
+    def _rows(self, names: Sequence[str], spans: Sequence[tuple[int, int]]) -> list[NDArray[np.generic]]:
+        return read_rows([self.arrays[name] for name in names], spans)
 
     def head(self) -> TargetHead:
         """The target's embedding and head in float32, with its scales."""

@@ -195,8 +195,6 @@ def _read(
 
 
 def _packed(draft: Draft, cache: Cache, rows: list[dict[str, Any]]) -> PackedSamples:
-    parts = [cache.tokens(row["offset"], row["length"]) for row in rows]
-    layers = draft.config.dflash_config.target_layer_ids
-    hidden = torch.cat([cache.hidden(row["offset"], row["length"], layers) for row in rows])
-    ids_T, mask_T = torch.cat([ids for ids, _ in parts]), torch.cat([mask for _, mask in parts])
-    return PackedSamples(ids_T, mask_T, hidden, tuple(row["length"] for row in rows)).to(draft.fc.weight.device)
+    spans = [(row["offset"], row["length"]) for row in rows]
+    ids_T, mask_T, hidden_TLH = cache.samples(spans, draft.config.dflash_config.target_layer_ids)
+    return PackedSamples(ids_T, mask_T, hidden_TLH, tuple(length for _, length in spans)).to(draft.fc.weight.device)

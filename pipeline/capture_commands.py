@@ -25,7 +25,10 @@ def capture(
         typer.Option(help="Conversations (JSONL); may be given several times. By default those shipped."),
     ] = None,
     out: Annotated[
-        str, typer.Option(help="Where the cache goes; the same command again goes on with an unfinished one.")
+        str,
+        typer.Option(
+            help="Where the cache goes, a folder or s3://BUCKET/PATH; the same command again goes on with an unfinished one."
+        ),
     ] = "hs.zarr",
     codec: Annotated[str, typer.Option(help="How hidden states are stored: bf16 or f32.")] = "bf16",
     top_k: Annotated[int, typer.Option(help="How many next-token log-probabilities to keep per token.")] = 64,

@@ -16,7 +16,7 @@ RESOLVED = "config.yaml"
 
 
 def train(
-    cache: Annotated[str, typer.Option(help="A complete cache.")],
+    cache: Annotated[str, typer.Option(help="A complete cache: a folder, or s3://BUCKET/PATH.")],
     draft: Annotated[str | None, typer.Option(help="dflash or dflash2.")] = None,
     out: Annotated[str | None, typer.Option(help="The run's folder; by default runs/CACHE-DRAFT.")] = None,
     layers: Annotated[

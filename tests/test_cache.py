@@ -81,6 +81,21 @@ def test_every_array_reads_as_plain_zarr_reads_it(cached):
             np.testing.assert_array_equal(reader.rows(offset, length), group[name][offset : offset + length])
 
 
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_samples_end_to_end_are_the_samples_one_by_one(cached, data):
+    cache = open_cache(str(cached[0]))
+    offsets = data.draw(st.lists(st.integers(0, 191), max_size=6))
+    spans = [(offset, data.draw(st.integers(1, 192 - offset))) for offset in offsets]
+    layers = data.draw(st.lists(st.sampled_from([0, 2, 3]), min_size=1, unique=True))
+    together = cache.samples(spans, layers)
+    for start, (offset, length) in zip(np.cumsum([0, *(n for _, n in spans)]), spans, strict=False):
+        own = slice(int(start), int(start) + length)
+        alone = *cache.tokens(offset, length), cache.hidden(offset, length, layers)
+        assert all(torch.equal(packed[own], one) for packed, one in zip(together, alone, strict=True))
+    assert {len(packed) for packed in together} == {sum(length for _, length in spans)}
+
+
 @pytest.mark.parametrize("where", [0, -1, -20])
 def test_any_flipped_byte_of_a_shard_is_seen(cached, tmp_path, where):
     path = copy(cached[0], tmp_path)

@@ -223,3 +223,23 @@ def test_a_cache_that_is_damaged_is_refused_by_training(s3, folder, trained_loca
     with pytest.raises(CacheDamaged, match=f"{url}/hidden/2/c/1/0 is missing"):
         train(train_options(), url, str(folder / "refused"), False, Silent())
     assert not (folder / "refused").exists()
+
+
+def test_decoding_with_the_prompts_of_a_remote_cache(s3, folder, target, local):
+    """evaluate --target --cache: prompts and codec come from the cache, the tokenizer from the target."""
+    url, run = s3.upload(folder / "local", "decoded/hs.zarr"), folder / "decoded-run"
+    options = train_options(run={"steps": 2}, data={"batch_tokens": 600})
+    train(options, url, str(run), False, Silent())
+    figures = [
+        evaluate(
+            EvaluateOptions(draft=str(run), cache=cache, target=target, max_new_tokens=6, limit=2, lengths=True),
+            None,
+            Heard(),
+        )
+        for cache in (url, str(folder / "local"))
+    ]
+    for each in figures:
+        for name in ("cache", "speedup", "seconds"):
+            del each[name]
+    assert figures[0] == figures[1]
+    assert figures[0]["lossless"]["prompts"] == 2

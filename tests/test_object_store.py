@@ -206,6 +206,18 @@ def test_who_is_refused_and_who_is_waited_for(answers, codes, error, rule):
     assert answers.asked <= 4, "the first contact gives up soon"
 
 
+def test_a_store_that_goes_away_in_the_middle_is_one_line(answers, monkeypatch):
+    monkeypatch.setattr(cache.objects, "LATER", ({}, 1, 2))
+    answers.codes, answers.asked = (404, 503), 0
+    store = open_store(f"s3://{BUCKET}/gone")
+    for work in (lambda: store.get("x"), lambda: list(store.read([Span("x", 0, 9)])), store.sizes):
+        with pytest.raises(
+            StoreFault, match=rf"s3://{BUCKET}/gone: .* fails \(SlowDown\): run the same command again"
+        ) as caught:
+            work()
+        assert "\n" not in str(caught.value)
+
+
 def test_a_prefix_that_holds_something_else_is_refused(s3):
     url = f"s3://{BUCKET}/others"
     assert existing_manifest(url) is None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cache.read import Cache
 from draft.blocks import Blocks, PackedSamples, anchors_of, make_blocks
@@ -58,16 +57,8 @@ def read_batches(cache: Cache, draw: Draw, micros: Iterable[MicroBatch]) -> Iter
 
 def read_samples(cache: Cache, spans: list[tuple[int, int]]) -> PackedSamples:
     """Whole samples, each an (offset, length) of the cache, laid end to end, with the layers the cache was opened for."""
-    width = cache.manifest.identity.target.hidden_size
-    ids, masks = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.bool)]
-    hidden: list[Tensor] = []
-    for offset, length in spans:
-        ids_n, mask_n = cache.tokens(offset, length)
-        ids.append(ids_n)
-        masks.append(mask_n)
-        hidden.append(cache.hidden(offset, length, cache.layers))
-    hidden_TLH = torch.cat(hidden) if hidden else torch.empty(0, len(cache.layers), width)
-    return PackedSamples(torch.cat(ids), torch.cat(masks), hidden_TLH, tuple(length for _, length in spans))
+    ids_T, mask_T, hidden_TLH = cache.samples(spans, cache.layers)
+    return PackedSamples(ids_T, mask_T, hidden_TLH, tuple(length for _, length in spans))
 
 
 def draw_blocks(samples: PackedSamples, micro: MicroBatch, draw: Draw) -> tuple[Blocks, int]:

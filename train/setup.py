@@ -40,6 +40,8 @@ class Job:
 
 def prepare(options: TrainOptions, cache_path: str, out: str, resume: str | bool, say: Say) -> Job:
     """Resolve, check and load all, then write the run's config and provenance. Nothing is written where an error is raised."""
+    if "://" in out:
+        raise OptionError(f"--out {out}: only a cache can lie in an object store: give a local folder")
     manifest = read_root(open_store(cache_path))
     options = resolve_options(options, manifest.identity, say)
     cache = open_cache(cache_path, options.run.layers)
