@@ -58,8 +58,8 @@ class ObjectStore:
 
         Asks it once: raises OptionError where there is no such bucket or no valid credentials, StoreFault where it does not answer.
         """
-        scheme, rest = url.rstrip("/").split("://", 1)
-        bucket, _, prefix = rest.partition("/")
+        scheme, rest = url.split("://", 1)
+        bucket, _, prefix = rest.rstrip("/").partition("/")
         if not bucket:
             raise OptionError(f"{url}: no bucket is named: give {scheme}://BUCKET/PATH")
         endpoint = endpoint_of(scheme, url)

@@ -133,6 +133,7 @@ NO_CREDENTIALS = {
     [
         ("s3://nowhere/hs.zarr", {}, 2, "has no bucket 'nowhere': create it"),
         ("s3:///hs.zarr", {}, 2, "no bucket is named"),
+        ("s3://", {}, 2, "no bucket is named"),
         ("https://somewhere/hs.zarr", {}, 2, "https:// is no place for a cache"),
         (f"s3://{BUCKET}/hs.zarr", {"AWS_ENDPOINT_URL": "nonsense"}, 2, "AWS_ENDPOINT_URL='nonsense' is no address"),
         (
