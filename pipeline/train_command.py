@@ -51,7 +51,7 @@ def train(
 
     with Console() as say:
         summary = run_training(options, cache, out, True if resume == NEWEST else resume or False, say)
-    print(f"{out}: {summary.steps:,} steps done; the draft is {out}/draft")
+    print(f"{out}: {summary.steps:,} steps done; the draft is {out}/draft, of {summary.checkpoint}")
 
 
 def train_options(

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.anchors import draw_anchors, draw_prefixes
+from train.anchors import anchor_budget, draw_anchors, draw_prefixes
 from train.keyed import Purpose, keyed_bits, keyed_uniform
 
 
@@ -63,3 +63,21 @@ def test_prefixes_stay_in_range(block: int, base: float, count: int) -> None:
     drawn = draw_prefixes(count, block, base, 1, 2, 3)
     assert len(drawn) == count and all(min(2, block - 1) <= length <= block - 1 for length in drawn)
     assert drawn.tolist() == draw_prefixes(count, block, base, 1, 2, 3).tolist()
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.floats(0.001, 1.0), st.integers(1, 600))
+def test_anchors_are_in_proportion_to_supervised_tokens_up_to_the_limit(
+    one: int, other: int, rate: float, limit: int
+) -> None:
+    budgets = [anchor_budget(count, rate, limit) for count in (one, other)]
+    for count, budget in zip((one, other), budgets, strict=True):
+        assert budget <= limit and (budget == limit or 0 <= budget - rate * count < 1)
+        assert (budget == 0) == (count == 0)
+    assert (one <= other) <= (budgets[0] <= budgets[1])
+
+
+def test_a_second_turn_in_an_epoch_draws_other_anchors() -> None:
+    anchors = np.arange(1000)
+    turns = [tuple(draw_anchors(anchors, 20, 0, 3, 7, turn).tolist()) for turn in range(4)]
+    assert len(set(turns)) == 4
+    assert draw_prefixes(40, 16, 0.9, 0, 3, 7).tolist() != draw_prefixes(40, 16, 0.9, 0, 3, 7, 1).tolist()

@@ -1,5 +1,7 @@
 """Packed micro-batches against the cache's own rows, and drawn blocks against a plain loop over each sample alone."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -46,16 +48,19 @@ def test_samples_are_the_caches_rows_end_to_end(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("block", [2, 4, 6])
-@pytest.mark.parametrize("base", [None, 0.7])
-def test_blocks_are_each_samples_own_whatever_it_is_packed_with(cache: Cache, block: int, base: float | None) -> None:
-    draw = Draw(block, 5, 11, base)
+@pytest.mark.parametrize(("base", "rate"), [(None, 1.0), (0.7, 0.3)])
+def test_blocks_are_each_samples_own_whatever_it_is_packed_with(
+    cache: Cache, block: int, base: float | None, rate: float
+) -> None:
+    draw = Draw(block, 5, 11, base, rate)
     order = order_of(cache.index, 0, 1, 45)
     for batch, _ in zip(read_batches(cache, draw, stream(order, StreamState(3))), range(6), strict=False):
         anchors, prefixes, without, start = [], [], 0, 0
         for row, length in zip(batch.micro.rows, batch.samples.lengths, strict=True):
             mask = batch.samples.loss_mask_T[start : start + length].tolist()
             every = naive_anchors(mask, block)
-            drawn = draw_anchors(np.array(every, dtype=np.int64), 5, 11, batch.micro.epoch, row)
+            limit = min(5, math.ceil(rate * sum(mask)))
+            drawn = draw_anchors(np.array(every, dtype=np.int64), limit, 11, batch.micro.epoch, row)
             anchors += (drawn + start).tolist()
             prefixes += (
                 [1] * len(drawn)
@@ -92,5 +97,6 @@ def test_the_first_anchor_is_found_by_tokens_alone(cache: Cache) -> None:
 
 
 def test_prefixes_are_drawn_only_where_they_vary() -> None:
-    assert Draw.of(8, DataOptions(anchors=3, seed=5), LossOptions()) == Draw(8, 3, 5, None)
-    assert Draw.of(8, DataOptions(), LossOptions(prefix="variable", prefix_base=0.8)).prefix_base == 0.8
+    data = DataOptions(anchors=3, seed=5, anchor_rate=0.5)
+    assert Draw.of(8, data, LossOptions()) == Draw(8, 3, 5, None, 0.5)
+    assert Draw.of(8, data, LossOptions(prefix="variable", prefix_base=0.8)).prefix_base == 0.8

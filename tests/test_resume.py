@@ -77,7 +77,7 @@ def test_a_named_checkpoint_is_gone_back_to_and_what_lay_after_it_is_written_aga
         whole[0]
     )
     assert sum("which lies after step 6" in note for note in heard.notes) == 3
-    assert heard.steps == [8, 12, 14]
+    assert heard.steps == list(range(7, 15))
 
 
 def test_sigterm_saves_and_says_how_to_go_on(cache: str, whole: list[Path], tmp_path: Path) -> None:

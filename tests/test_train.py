@@ -125,7 +125,7 @@ def test_a_line_covers_every_step_since_the_line_before(cache: str, tmp_path: Pa
 
 
 def test_held_out_lines_are_the_evaluation_of_the_draft_as_it_is(cache: str, tmp_path: Path) -> None:
-    chosen = options(run={"steps": 5, "eval_every": 3, "draft_dtype": "float32"})
+    chosen = options(run={"steps": 5, "eval_every": 3, "eval_share": 10, "draft_dtype": "float32", "export": "last"})
     train(chosen, cache, str(tmp_path / "r"), False, Silent())
     lines = [line for line in stable_lines(tmp_path / "r") if "val/loss" in line]
     assert [line["step"] for line in lines] == [3, 5]

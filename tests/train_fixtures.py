@@ -15,7 +15,7 @@ from cache.write import CacheWriter
 from schemas.manifest import Codec
 from schemas.options import TrainOptions
 
-WALL_CLOCK = ("train/tokens_per_s", "train/data_wait")
+WALL_CLOCK = ("train/tokens_per_s", "train/data_wait", "train/memory_gb", "val/seconds")
 LAYERS = (0, 2, 3, 5)  # 5 is the last of the target's 6
 
 TARGET_CONFIG = {
@@ -90,7 +90,7 @@ def options(**groups: dict[str, Any]) -> TrainOptions:
         },
         "data": {"batch_tokens": 60, "anchors": 6},
         "optim": {"lr": 1e-2},
-        "run": {"device": "cpu", "steps": 14, "log_every": 4, "checkpoint_every": 3, "keep": 20},
+        "run": {"device": "cpu", "steps": 14, "log_every": 4, "checkpoint_every": 3, "keep": 20, "eval_every": 0},
     }
     merged = {name: small.get(name, {}) | groups.get(name, {}) for name in small.keys() | groups.keys()}
     return TrainOptions.model_validate(merged)

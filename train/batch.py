@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cache.read import Cache
 from draft.blocks import Blocks, PackedSamples, anchors_of, make_blocks
 from schemas.options import DataOptions, LossOptions
-from train.anchors import draw_anchors, draw_prefixes
+from train.anchors import anchor_budget, draw_anchors, draw_prefixes
 from train.stream import MicroBatch
 
 
@@ -33,17 +33,23 @@ class Batch:
 
 @dataclass(frozen=True)
 class Draw:
-    """How blocks are drawn from samples; `prefix_base` None where each block shows its anchor alone."""
+    """How blocks are drawn from samples: at most `anchors` of each, `rate` per supervised token.
+
+    `prefix_base` is None where each block shows its anchor alone.
+    """
 
     block_size: int
     anchors: int
     seed: int
     prefix_base: float | None
+    rate: float = 1.0
 
     @staticmethod
     def of(block_size: int, data: DataOptions, loss: LossOptions) -> "Draw":
-        """As the options say."""
-        return Draw(block_size, data.anchors, data.seed, loss.prefix_base if loss.prefix == "variable" else None)
+        """As the resolved options say."""
+        assert data.anchor_rate != "auto", "resolved when the cache is known"
+        base = loss.prefix_base if loss.prefix == "variable" else None
+        return Draw(block_size, data.anchors, data.seed, base, data.anchor_rate)
 
 
 def read_batches(cache: Cache, draw: Draw, micros: Iterable[MicroBatch]) -> Iterator[Batch]:
@@ -71,13 +77,16 @@ def draw_blocks(samples: PackedSamples, micro: MicroBatch, draw: Draw) -> tuple[
     anchors: list[NDArray[np.int64]] = []
     prefixes: list[NDArray[np.int64]] = []
     without_anchor = 0
-    for row, start, end in zip(micro.rows, bounds[:-1], bounds[1:], strict=True):
+    turns = micro.turns or (0,) * len(micro.rows)
+    for row, turn, start, end in zip(micro.rows, turns, bounds[:-1], bounds[1:], strict=True):
         own = all_anchors[np.searchsorted(all_anchors, start) : np.searchsorted(all_anchors, end)] - start
-        drawn = draw_anchors(own, draw.anchors, draw.seed, micro.epoch, row)
+        budget = anchor_budget(int(samples.loss_mask_T[start:end].sum()), draw.rate, draw.anchors)
+        drawn = draw_anchors(own, budget, draw.seed, micro.epoch, row, turn)
         without_anchor += len(own) == 0
         anchors.append(drawn + start)
         if draw.prefix_base is not None:
-            prefixes.append(draw_prefixes(len(drawn), draw.block_size, draw.prefix_base, draw.seed, micro.epoch, row))
+            key = (draw.seed, micro.epoch, row, turn)
+            prefixes.append(draw_prefixes(len(drawn), draw.block_size, draw.prefix_base, *key))
     anchor_N = torch.from_numpy(np.concatenate(anchors))
     prefix_N = None if draw.prefix_base is None else torch.from_numpy(np.concatenate(prefixes))
     return make_blocks(samples, anchor_N, draw.block_size, prefix_N), without_anchor

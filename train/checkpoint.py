@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
@@ -23,13 +24,28 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-class TrainState(Strict):
-    """state.json: steps done, the place in the stream, and the sums gathered since the last line of metrics.jsonl."""
+class Best(Strict):
+    """The evaluation with the best walk acceptance so far: after which step, and what it was."""
 
     step: int = Field(ge=0)
-    epoch: int = Field(ge=0)
-    position: int = Field(ge=0)
-    sums: dict[str, float]
+    walk: float
+
+
+class TrainState(Strict):
+    """state.json: steps done, the place in the stream, and the sums gathered since the last line of metrics.jsonl.
+
+    `metrics` are the newest figures of training and of evaluation. `best` is the best evaluation so far, `stale` how many there were
+    since, both on the held-out samples that `held_out` stands for.
+    """
+
+    step: int = Field(0, ge=0)
+    epoch: int = Field(0, ge=0)
+    position: int = Field(0, ge=0)
+    sums: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    best: Best | None = None
+    stale: int = Field(0, ge=0)
+    held_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint into `folder` and remove all but the `keep` newest; TrainFault where the disk refuses.
+    """Write a checkpoint into `folder` and remove all but the `keep` newest and the best; TrainFault where the disk refuses.
 
     At any moment the folder holds the checkpoints it held before or those after: files are made durable under a temporary name,
     then the name appears.
@@ -77,8 +93,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except (OSError, SafetensorError) as fault:
         shutil.rmtree(temporary, ignore_errors=True)
         raise TrainFault(f"cannot write {final}: {fault}: free some space, then go on with --resume") from fault
-    for old in list(list_checkpoints(folder).values())[:-keep]:
-        remove_checkpoint(old)
+    best = checkpoint.state.best
+    for step, old in list(list_checkpoints(folder).items())[:-keep]:
+        if best is None or step != best.step:
+            remove_checkpoint(old)
     return final
 
 

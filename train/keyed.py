@@ -16,6 +16,7 @@ class Purpose(IntEnum):
     SAMPLES = 2
     ANCHORS = 3
     PREFIXES = 4
+    REPEATS = 5
 
 
 def keyed_bits(count: int, purpose: Purpose, seed: int, *numbers: int) -> NDArray[np.uint64]:

@@ -2,8 +2,13 @@
 
 import json
 import os
+import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from cache.store import write_whole
 from schemas.errors import DraftError, TrainFault
@@ -17,7 +22,7 @@ def add_sums(into: dict[str, float], sums: Mapping[str, float]) -> None:
         into[name] = into.get(name, 0.0) + value
 
 
-def append_line(run: Path, line: Mapping[str, float | int]) -> None:
+def append_line(run: Path, line: Mapping[str, Any]) -> None:
     """Append one line and make it durable: a checkpoint written after it must never outlive it. TrainFault on a full disk."""
     try:
         with open(run / FILE, "a") as file:
@@ -41,7 +46,15 @@ def cut_back(run: Path, step: int) -> None:
     write_whole(path, ["".join(f"{line}\n" for line in kept).encode()])
 
 
-def read_lines(run: Path) -> list[dict[str, float]]:
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory held so far, in 10^9 bytes: by tensors on a CUDA device, else by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    # Linux counts in kibibytes, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def read_lines(run: Path) -> list[dict[str, Any]]:
     """All lines of a run's metrics."""
     path = run / FILE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -16,9 +16,11 @@ MUON_MOMENTUM = 0.95
 def learning_rate(step: int, steps: int, options: OptimOptions) -> float:
     """The rate of step `step` (from 0) of `steps`: a linear warm-up, then by the schedule down to `min_lr` times `lr`.
 
-    The first step already moves (lr / warm-up steps); the last is one step short of the minimum.
+    The first step already moves (lr / warm-up steps); the last is one step short of the minimum. `wsd` (warm-up, stable, decay;
+    MiniCPM, arXiv 2404.06395) falls linearly over the last `decay` of the steps, so that before them a step's rate does not
+    depend on how many follow, where the warm-up is a number of steps.
     """
-    warmup = math.ceil(options.warmup * steps)
+    warmup = warmup_steps(options, steps)
     if step < warmup:
         return options.lr * (step + 1) / warmup
     left = 1.0 - (step - warmup) / max(1, steps - warmup)
@@ -27,9 +29,16 @@ def learning_rate(step: int, steps: int, options: OptimOptions) -> float:
             share = 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
         case "linear":
             share = left
+        case "wsd":
+            share = min(1.0, (steps - step) / math.ceil(options.decay * steps))
         case "constant":
             return options.lr
     return options.lr * (options.min_lr + (1.0 - options.min_lr) * share)
+
+
+def warmup_steps(options: OptimOptions, steps: int) -> int:
+    """The steps of the warm-up: a share of all steps, or from 1 on a number of them."""
+    return int(options.warmup) if options.warmup >= 1 else math.ceil(options.warmup * steps)
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

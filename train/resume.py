@@ -3,16 +3,19 @@
 from pathlib import Path
 
 from schemas.errors import DraftError
-from schemas.options import TrainOptions
+from schemas.options import OptimOptions, TrainOptions
 from schemas.say import Say
 from train.checkpoint import (
     Checkpoint,
+    TrainState,
     checkpoint_name,
     list_checkpoints,
     load_checkpoint,
     remove_checkpoint,
 )
+from train.faults import FILE as NOT_FINITE
 from train.metrics import cut_back
+from train.optim import learning_rate
 from train.rundir import CHECKPOINTS, Provenance, check_same_run, holds_run, read_provenance
 from train.step import Learner
 
@@ -68,6 +71,29 @@ def restore(learner: Learner, checkpoint: Checkpoint, where: Path) -> None:
     learner.optimizers.load(checkpoint.optimizer, path)
 
 
+def resumed_state(run: Path, state: TrainState, held_out: str, say: Say) -> TrainState:
+    """A checkpoint's state, without its best evaluation where that cannot be gone on from: other samples, or its weights are gone."""
+    if state.held_out != held_out:
+        if state.best is not None:
+            say.note("other held-out samples are evaluated than before: the best checkpoint is sought anew")
+        return state.model_copy(update={"best": None, "stale": 0, "held_out": held_out})
+    if state.best is not None and state.best.step not in list_checkpoints(run / CHECKPOINTS):
+        say.note(f"{checkpoint_name(state.best.step)}, the best so far, is no longer there: the best is sought anew")
+        return state.model_copy(update={"best": None, "stale": 0})
+    return state
+
+
+def say_new_length(step: int, before: int, steps: int, options: OptimOptions, say: Say) -> None:
+    """Say what another length does to the learning rate of a run that goes on at `step`: it follows the schedule of the new one."""
+    if before == steps or not 0 < step < steps:
+        return
+    last, following = learning_rate(step - 1, before, options), learning_rate(step, steps, options)
+    say.note(
+        f"{before} steps become {steps}: the learning rate goes on at {following:.3g} after {last:.3g}, as the schedule "
+        f"({options.schedule}) of the new length has it"
+    )
+
+
 def clear_after(run: Path, step: int, say: Say) -> None:
     """Remove what lies after the step to begin at: it will be written again. Checkpoints first, so that a kill loses no metrics."""
     for later, path in list_checkpoints(run / CHECKPOINTS).items():
@@ -75,6 +101,7 @@ def clear_after(run: Path, step: int, say: Say) -> None:
             say.note(f"removing {path}, which lies after step {step}")
             remove_checkpoint(path)
     cut_back(run, step)
+    (run / NOT_FINITE).unlink(missing_ok=True)
 
 
 def _compare_versions(run: Path, provenance: Provenance, say: Say) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
@@ -21,17 +22,34 @@ CONFIG, PROVENANCE, CHECKPOINTS, DRAFT = "config.yaml", "provenance.json", "chec
 PACKAGES = ("dflash-pipeline", "torch", "transformers", "numpy")
 
 # What a run may change when it goes on: how long, where, and what it says; everything else would make it another run.
-FREE = frozenset({"steps", "epochs", "device", "eval_every", "log_every", "checkpoint_every", "keep"})
+FREE = frozenset(
+    {
+        *("steps", "epochs", "device", "eval_every", "eval_share", "patience", "export"),
+        *("log_every", "checkpoint_every", "keep"),
+    }
+)
+
+
+class Exported(Strict):
+    """Which checkpoint draft/ holds; `walk` is its held-out acceptance, where it was chosen for it."""
+
+    checkpoint: str
+    chosen: Literal["best", "last"]
+    walk: float | None
 
 
 class Provenance(Strict):
-    """What a run was trained on. `index_sha256` is over the cache's index: its samples, their places and their tokens."""
+    """What a run was trained on. `index_sha256` is over the cache's index: its samples, their places and their tokens.
+
+    `draft` says what draft/ holds, and is null until the run has ended.
+    """
 
     cache: str
     identity: Identity
     totals: Totals
     index_sha256: str
     versions: dict[str, str]
+    draft: Exported | None = None
 
 
 def provenance_of(cache: Cache, path: str) -> Provenance:
@@ -67,6 +85,12 @@ def write_run(run: Path, options: TrainOptions, provenance: Provenance) -> None:
     write_whole(run / PROVENANCE, [provenance.model_dump_json(indent=1).encode() + b"\n"])
     text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
     write_whole(run / CONFIG, [text.encode()])
+
+
+def record_export(run: Path, exported: Exported) -> None:
+    """Say in provenance.json which checkpoint draft/ holds."""
+    provenance = read_provenance(run).model_copy(update={"draft": exported})
+    write_whole(run / PROVENANCE, [provenance.model_dump_json(indent=1).encode() + b"\n"])
 
 
 def read_options(run: Path) -> TrainOptions:
@@ -105,7 +129,7 @@ def check_same_run(run: Path, options: TrainOptions, provenance: Provenance) -> 
     before, now = read_options(run).model_dump(), options.model_dump()
     for group, fields in before.items():
         for name, value in fields.items():
-            if now[group][name] != value and not (group == "run" and name in FREE):
+            if now[group][name] != value and group != "log" and not (group == "run" and name in FREE):
                 raise DraftError(
                     f"{run} was trained with {group}.{name} {value!r}, this command asks for {now[group][name]!r}: "
                     "resume with the same options, or give another --out"

@@ -16,12 +16,15 @@ from schemas.options import TrainOptions
 from schemas.say import Say
 from train.batch import Draw, first_anchor
 from train.checkpoint import TrainState
+from train.heldout import HeldOut, choose_held_out, planned_blocks
 from train.optim import make_optimizers
 from train.resolve import resolve_options
-from train.resume import clear_after, restore, where_to_begin
-from train.rundir import CHECKPOINTS, DRAFT, provenance_of, write_run
+from train.resume import clear_after, restore, resumed_state, say_new_length, where_to_begin
+from train.rundir import CHECKPOINTS, DRAFT, provenance_of, read_options, write_run
+from train.sources import source_weights
 from train.step import Learner
-from train.stream import Order, order_of, sample_order, steps_of
+from train.stream import Order, order_of, steps_of
+from train.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Job:
     learner: Learner
     order: Order
     draw: Draw
+    held_out: HeldOut
     steps: int
     start: TrainState
 
@@ -44,28 +48,29 @@ def prepare(options: TrainOptions, cache_path: str, out: str, resume: str | bool
         raise OptionError(f"--out {out}: only a cache can lie in an object store: give a local folder")
     manifest = read_root(open_store(cache_path))
     options = resolve_options(options, manifest.identity, say)
+    check_trackers(options)
     cache = open_cache(cache_path, options.run.layers)
-    _check_val(options, cache)
-    order = order_of(cache.index, options.data.seed, options.data.window, options.data.batch_tokens)
+    weights = source_weights(options.data.sources, manifest.sources)
+    order = order_of(cache.index, options.data.seed, options.data.window, options.data.batch_tokens, weights)
+    _check_train(options, cache, order)
+    options = _with_rate(options, cache, order, say)
+    held_out = choose_held_out(options, cache, order, weights, say)
+    options = options.model_copy(update={"run": options.run.model_copy(update={"eval_every": held_out.every})})
     learner = _learner(options, cache)
     steps = _steps(options, order)
     run, provenance = Path(out), provenance_of(cache, cache_path)
     checkpoint = where_to_begin(run, options, provenance, resume, steps, say)
     # The last thing a run writes; better refused now than after hours of steps.
     check_place(run / DRAFT, learner.draft.config, options.run.draft_dtype)
-    if first_anchor(cache, options.draft.block_size, order.row_S[sample_order(order, 0)].tolist()) is None:
-        raise TrainFault(
-            f"none of the {len(order.row_S)} training samples of {cache_path} has a supervised token followed by another within a "
-            f"block of {options.draft.block_size}: capture other conversations"
-        )
-    start = TrainState(step=0, epoch=0, position=0, sums={})
+    start = TrainState(held_out=held_out.digest)
     if checkpoint is not None:
         restore(learner, checkpoint, run / CHECKPOINTS)
-        start = checkpoint.state
+        start = resumed_state(run, checkpoint.state, held_out.digest, say)
+        say_new_length(start.step, _steps(read_options(run), order), steps, options.optim, say)
     clear_after(run, start.step, say)
     write_run(run, options, provenance)
     draw = Draw.of(options.draft.block_size, options.data, options.loss)
-    return Job(run, options, cache, learner, order, draw, steps, start)
+    return Job(run, options, cache, learner, order, draw, held_out, steps, start)
 
 
 def _learner(options: TrainOptions, cache: Cache) -> Learner:
@@ -87,12 +92,29 @@ def _steps(options: TrainOptions, order: Order) -> int:
     return steps_of(order, options.run.epochs, options.optim.accumulate)
 
 
-def _check_val(options: TrainOptions, cache: Cache) -> None:
-    if not options.run.eval_every:
-        return
-    held_out = [row for row, split in enumerate(cache.index["split"].to_pylist()) if split == "val"]
-    if first_anchor(cache, options.draft.block_size, held_out) is None:
-        raise OptionError(
-            f"run.eval_every={options.run.eval_every}, but {cache.path} holds no held-out samples with an anchor: set it to 0, or "
-            "capture with a larger --val-fraction"
+def _check_train(options: TrainOptions, cache: Cache, order: Order) -> None:
+    """TrainFault where there is nothing to train on."""
+    if first_anchor(cache, options.draft.block_size, order.row_S.tolist()) is None:
+        of_sources = " of data.sources" if options.data.sources is not None else ""
+        raise TrainFault(
+            f"none of the {len(order.row_S)} training samples of {cache.path}{of_sources} has a supervised token followed by another "
+            f"within a block of {options.draft.block_size}: capture other conversations"
         )
+    if order.weight_S is not None and (expected := float(order.weight_S.sum())) < 1:
+        raise OptionError(
+            f"data.sources leaves {expected:.2g} of {len(order.row_S)} samples an epoch: give weights with at least one sample"
+        )
+
+
+def _with_rate(options: TrainOptions, cache: Cache, order: Order, say: Say) -> TrainOptions:
+    """The options with `data.anchor_rate` as a number, and a word on what it comes to."""
+    data = options.data
+    if data.anchor_rate == "auto":
+        longest = int(cache.index["supervised"].to_numpy()[order.row_S].max())
+        data = data.model_copy(update={"anchor_rate": min(1.0, data.anchors / longest)})
+    blocks = planned_blocks(data, cache, order)
+    say.note(
+        f"at most {blocks.max():,} blocks a sample, {blocks.mean():,.0f} on average (data.anchor_rate {data.anchor_rate:.3g}, "
+        f"data.anchors {data.anchors})"
+    )
+    return options.model_copy(update={"data": data})
