@@ -75,11 +75,15 @@ def read_setting(text: str) -> tuple[list[str], Any]:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError:
         raise OptionError(f"--set {text}: {value!r} is no YAML value") from None
-    if isinstance(parsed, str):
-        # YAML 1.1 takes 1e-3 for text, since it has no dot; anyone who types it means the number.
+    return key.strip().split("."), as_number(parsed)
+
+
+def as_number(value: Any) -> Any:
+    """YAML 1.1 takes 1e-3 for text, since it has no dot; anyone who types it means the number. Anything else as it is."""
+    if isinstance(value, str):
         with suppress(ValueError):
-            parsed = float(parsed)
-    return key.strip().split("."), parsed
+            return float(value)
+    return value
 
 
 def merge(base: Mapping[str, Any], settings: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:

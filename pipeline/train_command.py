@@ -1,5 +1,6 @@
-"""Stage two: `dflash train`."""
+"""Stage two: `dflash train`, one draft or a sweep of them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,8 +8,10 @@ import typer
 
 from pipeline.arguments import layer_list, merge, read_setting, read_yaml
 from pipeline.console import Console
+from pipeline.grid import Setting, grid
+from pipeline.print_config import config_text, help_of
 from schemas.errors import OptionError
-from schemas.options import TrainOptions
+from schemas.options import DraftOptions, RunOptions, TrainOptions
 from schemas.strict import parse
 
 NEWEST = "newest"
@@ -16,13 +19,16 @@ RESOLVED = "config.yaml"
 
 
 def train(
-    cache: Annotated[str, typer.Option(help="A complete cache: a folder, or s3://BUCKET/PATH.")],
-    draft: Annotated[str | None, typer.Option(help="dflash or dflash2.")] = None,
-    out: Annotated[str | None, typer.Option(help="The run's folder; by default runs/CACHE-DRAFT.")] = None,
-    layers: Annotated[
+    cache: Annotated[str | None, typer.Option(help="A complete cache: a folder, or s3://BUCKET/PATH.")] = None,
+    draft: Annotated[
         str | None,
-        typer.Option(help="Which of the cache's layers to condition on; by default all but the target's last."),
+        typer.Option(help=f"{help_of(DraftOptions, 'kind')} dflash or dflash2."),
     ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="The run's folder, or the sweep's; by default runs/CACHE-DRAFT, runs/CACHE-sweep."),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(metavar="1,9,17", help=help_of(RunOptions, "layers"))] = None,
     config: Annotated[str | None, typer.Option(help="Options in YAML, such as another run's config.yaml.")] = None,
     set_: Annotated[
         list[str] | None,
@@ -30,23 +36,53 @@ def train(
             "--set", metavar="KEY=VALUE", help="One option, such as optim.lr=1e-3; may be given several times."
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="Passes over the training samples; 6 where neither is given.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto (CUDA where there is one), cpu, cuda ...")] = None,
+    steps: Annotated[int | None, typer.Option(help=help_of(RunOptions, "steps"))] = None,
+    epochs: Annotated[int | None, typer.Option(help=help_of(RunOptions, "epochs"))] = None,
+    device: Annotated[str | None, typer.Option(help=help_of(RunOptions, "device"))] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="[CHECKPOINT]", help="Go on from the newest checkpoint of --out, or from the one named."),
+        typer.Option(
+            metavar="[CHECKPOINT]",
+            help="Go on from the newest checkpoint of --out, or from the one named; with more --steps a finished run, too.",
+        ),
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2",
+            help="Train a draft for each value of an option, or each combination where given several times.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="With --sweep: how many runs at a time, each on a device of its own; by default 1."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show every option with its help and value, and end.")
+    ] = False,
 ) -> None:
     """Train a draft from a cache. The target is not needed."""
-    arguments = (draft, set_ or [], layer_list(layers), steps, epochs, device)
-    options = train_options(config, *arguments)
+    flags = flags_of(draft, layer_list(layers), steps, epochs, device)
+    settings = [read_setting(text) for text in set_ or []]
+    options = train_options(config, settings, flags)
+    if print_config:
+        print(config_text(options), end="")
+        return
+    if cache is None:
+        raise OptionError(
+            "train needs --cache, a folder that `dflash capture` wrote (--print-config shows options without one)"
+        )
+    if sweep:
+        if resume:
+            raise OptionError("--sweep goes on with what was interrupted by itself: leave out --resume")
+        print(_sweep(cache, out or f"runs/{Path(cache).stem}-sweep", sweep, jobs or 1, config, settings, flags))
+        return
+    if jobs is not None:
+        raise OptionError(f"--jobs {jobs} is how many runs of a --sweep go at a time: give a --sweep, or leave it out")
     out = out or f"runs/{Path(cache).stem}-{options.draft.kind}"
     if resume and config is None and (Path(out) / RESOLVED).is_file():
         # What the run was begun with, so that nothing has to be typed again.
-        options = train_options(f"{out}/{RESOLVED}", *arguments)
+        options = train_options(f"{out}/{RESOLVED}", settings, flags)
     from train.run import train as run_training
 
     with Console() as say:
@@ -55,23 +91,50 @@ def train(
 
 
 def train_options(
-    config: str | None,
-    kind: str | None,
-    settings: list[str],
-    layers: tuple[int, ...] | None,
-    steps: int | None,
-    epochs: int | None,
-    device: str | None,
+    config: str | None, settings: Sequence[Setting], flags: Sequence[Setting], swept: Sequence[Setting] = ()
 ) -> TrainOptions:
-    """Defaults, then --config, then --set, then the options that have a flag of their own. Raises OptionError."""
-    flags: list[tuple[list[str], Any]] = [
+    """Defaults, then --config, then --set, then flags, then a point of a sweep. Raises OptionError."""
+    data = merge(read_yaml(config) if config else {}, [*settings, *flags, *swept])
+    return parse(TrainOptions, data, config or "train", OptionError)
+
+
+def flags_of(
+    kind: str | None, layers: tuple[int, ...] | None, steps: int | None, epochs: int | None, device: str | None
+) -> list[Setting]:
+    """The options that have a flag of their own, as settings."""
+    flags: list[Setting] = [
         (["draft", "kind"], kind),
         (["run", "layers"], None if layers is None else list(layers)),
         (["run", "device"], device),
     ]
+    given = [(path, value) for path, value in flags if value is not None]
     # A length on the command line replaces the other kind of length in a file, rather than clash with it.
-    if steps is not None or epochs is not None:
-        flags += [(["run", "steps"], steps), (["run", "epochs"], epochs)]
-    data = merge(read_yaml(config) if config else {}, [read_setting(text) for text in settings])
-    data = merge(data, [(path, value) for path, value in flags if value is not None or path[-1] in ("steps", "epochs")])
-    return parse(TrainOptions, data, config or "train", OptionError)
+    return (
+        given if steps is None and epochs is None else [*given, (["run", "steps"], steps), (["run", "epochs"], epochs)]
+    )
+
+
+def _sweep(
+    cache: str,
+    out: str,
+    texts: Sequence[str],
+    jobs: int,
+    config: str | None,
+    settings: Sequence[Setting],
+    flags: Sequence[Setting],
+) -> str:
+    """Check every point of the grid, then train them."""
+    points = grid(texts)
+    given = {".".join(path): value for path, value in [*settings, *flags]}
+    for path, _ in points[0].settings:
+        if given.get(".".join(path)) is not None:
+            raise OptionError(
+                f"{'.'.join(path)} is swept and also set to {given['.'.join(path)]!r}: give one of the two"
+            )
+    options: list[tuple[str, Any]] = [
+        (point.name, train_options(config, settings, flags, point.settings)) for point in points
+    ]
+    from pipeline.sweep import Task, sweep
+
+    with Console() as say:
+        return sweep([Task(name, Path(out) / name, each) for name, each in options], cache, jobs, say)

@@ -60,7 +60,7 @@ class RegenerateOptions(Strict):
 class DraftOptions(Strict):
     """The draft's shape; the defaults are the published ones (DFlash, arXiv 2602.06036). The hidden size is always the target's."""
 
-    kind: Kind = Field("dflash", description="which draft")
+    kind: Kind = Field("dflash", description="which draft, with its published shape")
     num_layers: int = Field(5, ge=1, description="decoder layers")
     block_size: int = Field(16, ge=2, description="tokens of a block, the verified one included")
     num_attention_heads: int | None = Field(None, ge=1, description="query heads; null: as the target's")
@@ -168,9 +168,9 @@ class RunOptions(Strict):
     steps: int | None = Field(None, ge=1, description="optimizer steps")
     epochs: int | None = Field(None, ge=1, description="passes over the training samples; 6 where neither is given")
     layers: tuple[int, ...] | None = Field(
-        None, description="which of the cache's layers to condition on; null: all but the target's last"
+        None, description="which of the cache's layers to condition on; by default all but the target's last"
     )
-    device: str = Field("auto", description="auto (CUDA where there is one), cpu, cuda, cuda:1 ...")
+    device: str = Field("auto", description="where to train: auto (CUDA where there is one), cpu, cuda or cuda:1")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="of the arithmetic; auto: bfloat16 on CUDA, else float32. Weights and norms are float32 in any case",

@@ -12,7 +12,7 @@ from cache_fixtures import make_cache
 from pipeline.arguments import layer_list, merge, read_setting
 from pipeline.cli import main, with_resume_value
 from pipeline.compare import compare_text
-from pipeline.train_command import train_options
+from pipeline.train_command import flags_of, train_options
 from schemas.errors import OptionError
 
 
@@ -107,7 +107,8 @@ def test_settings_are_yaml_values():
 def test_options_of_a_run_in_order_of_precedence(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("draft: {kind: dflash, num_layers: 3}\nrun: {epochs: 4, log_every: 7}\noptim: {lr: 0.002}\n")
-    options = train_options(str(path), "dflash2", ["optim.lr=1e-3", "run.log_every=9"], (1, 3), 50, None, None)
+    settings = [read_setting(text) for text in ("optim.lr=1e-3", "run.log_every=9", "draft.kind=dflash")]
+    options = train_options(str(path), settings, flags_of("dflash2", (1, 3), 50, None, None))
     assert (options.draft.kind, options.draft.num_layers) == ("dflash2", 3)
     assert (options.optim.lr, options.run.log_every) == (0.001, 9)
     assert (options.run.steps, options.run.epochs, options.run.layers) == (50, None, (1, 3))

@@ -43,11 +43,12 @@ def train_cache(
     codec: Codec = "f32",
     seed: int = 0,
     split: str | None = None,
+    sources: tuple[str, ...] = ("rows.jsonl",),
 ) -> str:
     """A complete cache of 4 samples a shard, every fourth held out.
 
     `masks` gives index rows another loss mask (cut or padded with zeros to the sample), `poison` a row whose hidden states of
-    layer 2 turn into infinities, `split` puts all samples into one split.
+    layer 2 turn into infinities, `split` puts all samples into one split, `sources` are dealt the samples in turn.
     """
     table = plan(shards, 64, seed=seed)
     column = table["loss_mask"].to_pylist()
@@ -57,7 +58,10 @@ def train_cache(
     if split is not None:
         table = with_column(table, "split", [split] * len(table))
     who = identity(codec, layers=LAYERS).model_copy(update={"mask_token_id": mask_token_id})
-    writer = CacheWriter.create(str(path), manifest(table, who), table)
+    table = with_column(table, "source", [row % len(sources) for row in range(len(table))])
+    made = manifest(table, who)
+    held = tuple(made.sources[0].model_copy(update={"path": source}) for source in sources)
+    writer = CacheWriter.create(str(path), made.model_copy(update={"sources": held}), table)
     for shard in writer.missing_shards():
         arrays = shard_arrays(writer, shard)
         if poison is not None and table["shard"][poison].as_py() == shard:
