@@ -75,7 +75,17 @@ def train(
     if sweep:
         if resume:
             raise OptionError("--sweep goes on with what was interrupted by itself: leave out --resume")
-        print(_sweep(cache, out or f"runs/{Path(cache).stem}-sweep", sweep, jobs or 1, config, settings, flags))
+        print(
+            _sweep(
+                cache,
+                out or f"runs/{Path(cache).stem}-sweep",
+                sweep,
+                1 if jobs is None else jobs,
+                config,
+                settings,
+                flags,
+            )
+        )
         return
     if jobs is not None:
         raise OptionError(f"--jobs {jobs} is how many runs of a --sweep go at a time: give a --sweep, or leave it out")

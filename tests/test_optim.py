@@ -115,4 +115,8 @@ def test_schedules() -> None:
     linear = rates(50, warmup=0.0, schedule="linear", min_lr=0.0)
     assert linear == pytest.approx([2.0 * (50 - step) / 50 for step in range(50)])
     assert rates(20, warmup=0.1, schedule="constant") == [1.0] + [2.0] * 19
+    wsd = rates(20, warmup=0.1, schedule="wsd", decay=0.25, min_lr=0.0)
+    assert wsd == pytest.approx([1.0] + [2.0] * 14 + [2.0, 1.6, 1.2, 0.8, 0.4])
+    assert rates(20, warmup=4, schedule="constant")[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates(3, warmup=6, schedule="wsd") == pytest.approx([2 / 6, 4 / 6, 1.0]), "a warm-up longer than the run"
     assert rates(1) == [2.0]

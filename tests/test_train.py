@@ -22,7 +22,7 @@ from train.run import train
 from train.rundir import read_options, read_provenance
 from train.setup import prepare
 from train.step import accumulate, run_step
-from train.stream import MicroBatch, StreamState
+from train.stream import MicroBatch, StreamState, micro_batches
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +259,16 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_samples(t
     cache = train_cache(tmp_path / "c", poison=5)
     name = open_cache(cache).index["sample_id"][5].as_py()
     chosen = options(data={"batch_tokens": 2}, run={"steps": 40, "checkpoint_every": 1})
-    with pytest.raises(TrainFault, match=rf"step \d+: the base_loss is nan.*{name}"):
+    with pytest.raises(TrainFault, match=rf"step \d+: the base_loss is nan.*{name}.*not-finite.json") as caught:
         train(chosen, cache, str(tmp_path / "r"), False, Silent())
+    report = json.loads((tmp_path / "r/not-finite.json").read_text())
+    (batch,) = report["batches"]
+    assert batch["rows"] == [5] and batch["sample_ids"] == [name] and report["what"] == "base_loss"
+    assert f"in micro-batch {batch['position']} of epoch {batch['epoch']}; samples {name}:" in str(caught.value)
+    # The place is the stream's: whoever looks it up there finds the sample.
+    job = prepare(chosen, cache, str(tmp_path / "again"), False, Silent())
+    assert micro_batches(job.order, batch["epoch"])[batch["position"]].tolist() == [5]
+    assert report["step"] == max(list_checkpoints(tmp_path / "r/checkpoints"), default=0) + 1
     for path in list_checkpoints(tmp_path / "r/checkpoints").values():
         assert all(tensor.isfinite().all() for tensor in load_file(path / "model.safetensors").values())
     assert not (tmp_path / "r/draft").exists()
