@@ -19,6 +19,7 @@ class Console:
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._line_at: dict[str, float] = {}
+        self._began: dict[str, tuple[float, float]] = {}
 
     def __enter__(self) -> "Console":
         return self
@@ -44,9 +45,13 @@ class Console:
             self._move_bar(label, done, total, detail)
             return
         now = time.monotonic()
+        begun_at, behind = self._began.setdefault(label, (now, done))
         if done >= total or now - self._line_at.get(label, -LINE_EVERY_SECONDS) >= LINE_EVERY_SECONDS:
             self._line_at[label] = now
-            self.note(f"{label} {done:,.0f}/{total:,.0f}" + (f"  {detail}" if detail else ""))
+            # From the second call on: the first may come after any amount of work.
+            left = (now - begun_at) / (done - behind) * (total - done) if done > behind else 0.0
+            eta = f"  eta {_duration(left)}" if left else ""
+            self.note(f"{label} {done:,.0f}/{total:,.0f}" + (f"  {detail}" if detail else "") + eta)
 
     def _move_bar(self, label: str, done: float, total: float, detail: str) -> None:
         if self._bar is None:
@@ -62,6 +67,11 @@ class Console:
         if label not in self._tasks:
             self._tasks[label] = self._bar.add_task(label, total=total, detail=detail)
         self._bar.update(self._tasks[label], completed=done, total=total, detail=detail)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _figure(value: float | str) -> str:
