@@ -97,9 +97,8 @@ def _loop(
             append_line(job.run, line)
             trackers.write(line)
             state = state.model_copy(update={"metrics": state.metrics | line})
-        say.progress(
-            "train", step, job.steps, **{SHOWN[key]: state.metrics[key] for key in SHOWN if key in state.metrics}
-        )
+        shown = {shown: state.metrics.get(key) for key, shown in SHOWN.items()}
+        say.progress("train", step, job.steps, **{name: value for name, value in shown.items() if value is not None})
         over = is_over(state, job.steps, run.patience)
         if over or interrupt.arrived or state.best != before or step % run.checkpoint_every == 0:
             writer.save(Checkpoint(job.learner.draft.state_dict(), job.learner.optimizers.state(), state))
