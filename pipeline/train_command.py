@@ -134,6 +134,8 @@ def _sweep(
     flags: Sequence[Setting],
 ) -> str:
     """Check every point of the grid, then train them."""
+    if "://" in out:
+        raise OptionError(f"--out {out}: only a cache can lie in an object store: give a local folder")
     points = grid(texts)
     given = {".".join(path): value for path, value in [*settings, *flags]}
     for path, _ in points[0].settings:

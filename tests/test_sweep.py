@@ -75,6 +75,7 @@ def test_a_sweep_that_is_no_grid_is_refused(texts: list[str], message: str) -> N
         (["--sweep", "optim.lr=1e-3", "--set", "optim.lr=2e-3"], "optim.lr is swept and also set to 0.002"),
         (["--sweep", "optim.speed=3"], "optim.speed: unknown key"),
         (["--sweep", "draft.kind=dflash", "--jobs", "0"], "--jobs 0"),
+        (["--sweep", "draft.kind=dflash", "--out", "s3://b/runs"], "--out s3://b/runs: only a cache"),
         (["--jobs", "2"], "--jobs 2 is how many runs of a --sweep"),
     ],
 )
