@@ -10,7 +10,7 @@ from cache.verify import forget, verify
 from cache.write import CacheWriter, check_same, existing_manifest
 from capture.lines import Scan
 from capture.planning import check_disk, plan_capture, tell_plan
-from capture.settings import Settings, scan_data
+from capture.settings import Settings, check_reading, scan_data
 from schemas.errors import CacheError
 from schemas.manifest import Manifest
 from schemas.say import Say
@@ -86,6 +86,7 @@ def same_as(found: Manifest | None, settings: Settings, scans: Sequence[Scan]) -
     sources = [(scan.shown, scan.sha256, scan.rows) for scan in scans]
     try:
         check_same(settings.options.out, found, identity, sources)
+        check_reading(settings, found)
     except CacheError:
         if settings.options.overwrite:
             return None

@@ -1,27 +1,38 @@
-"""Lines of a JSONL file as bytes: numbered, hashed, and refused with file and line where they are no JSON object."""
+"""Rows of data files as bytes: numbered, hashed, and refused with file and line where they are no JSON object."""
 
 import codecs
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from capture.containers import Container, container_of, expand, parquet_row_count, read_rows
 from schemas.errors import DataError
+
+BAD_LINE = "bad line"
 
 
 class BadRow(DataError):
-    """One row that cannot be used; `reason` is what it is counted under where bad rows are skipped."""
+    """One row that cannot be used; `reason` is what it is counted under where it is left out.
 
-    def __init__(self, message: str, reason: str) -> None:
+    `stops` false: a sound row with nothing to learn from, which is left out and counted without being asked.
+    """
+
+    def __init__(self, message: str, reason: str = BAD_LINE, stops: bool = True) -> None:
         super().__init__(message)
         self.reason = reason
+        self.stops = stops
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row's bytes without the line ending; `number` counts all lines from 1, `row` non-blank lines from 0."""
+    """A row's bytes: a line of JSONL without its ending, or the canonical JSON of another container's row.
+
+    `row` counts rows from 0; `number`, by which messages name it, lines from 1, in other containers rows from 1.
+    """
 
     path: str
     number: int
@@ -41,39 +52,64 @@ class Line:
 
 @dataclass(frozen=True)
 class Scan:
-    """A file as found: the hash of all its bytes, how many rows are taken, and its name in messages and manifest."""
+    """A file as found: the hash of all its bytes, how many rows are taken, and its name in messages and manifest.
+
+    A data set of the `datasets` package has no file: its hash is that of its rows' canonical JSON, a line each.
+    """
 
     path: str
     shown: str
     sha256: str
     rows: int
+    container: Container = "lines"
 
 
 def scan_files(paths: tuple[str, ...], limit: int | None) -> list[Scan]:
-    """Hash the files and count the rows to take, `limit` in all.
+    """Hash the files, those of a folder in order, and count the rows to take, `limit` in all.
 
     Raises DataError for a file that is absent, empty or given twice.
     """
     scans: list[Scan] = []
     left = limit
-    for path in paths:
+    for path in expand(paths):
         if any(Path(path).resolve() == Path(scan.path).resolve() for scan in scans):
             raise DataError(f"{path}: the file is given twice; name each data file once")
-        digest, rows = hashlib.sha256(), 0
-        with _opened(path) as file:
-            for data in file:
-                digest.update(data)
-                rows += bool(data.strip())
+        container = container_of(path)
+        sha256, rows = _measure(path, container)
         if not rows:
             raise DataError(f"{path}:1: the file is empty; it must hold one JSON object per line")
         taken = rows if left is None else min(rows, left)
         left = None if left is None else left - taken
-        scans.append(Scan(path, path, digest.hexdigest(), taken))
+        scans.append(Scan(path, path, sha256, taken, container))
     return scans
+
+
+def _measure(path: str, container: Container) -> tuple[str, int]:
+    # The hash of all bytes and the number of rows.
+    digest, rows = hashlib.sha256(), 0
+    if container == "dataset":
+        for row in read_rows(path, container):
+            digest.update(row + b"\n")
+            rows += 1
+        return digest.hexdigest(), rows
+    with _opened(path) as file:
+        if container == "lines":
+            for data in file:
+                digest.update(data)
+                rows += bool(data.strip())
+            return digest.hexdigest(), rows
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if container == "parquet":
+        return sha256, parquet_row_count(path)
+    return sha256, sum(1 for _ in read_rows(path, container))
 
 
 def read_lines(scan: Scan) -> Iterator[Line]:
     """The rows of a scanned file that are taken, in order. Blank lines are no rows."""
+    if scan.container != "lines":
+        rows = islice(read_rows(scan.path, scan.container), scan.rows)
+        yield from (Line(scan.shown, row + 1, row, data) for row, data in enumerate(rows))
+        return
     row = 0
     with _opened(scan.path) as file:
         for number, data in enumerate(file, 1):
@@ -88,28 +124,29 @@ def _opened(path: str) -> Any:
     try:
         return open(path, "rb")
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; give a JSONL file of conversations") from None
+        raise DataError(
+            f"{path}: no such file; give a JSONL, JSON or Parquet file of conversations, or a folder of them"
+        ) from None
     except IsADirectoryError:
         raise DataError(f"{path}: is a folder; give a JSONL file") from None
     except OSError as fault:
-        raise DataError(f"{path}: cannot be read ({fault.strerror}); give a readable JSONL file") from None
+        raise DataError(f"{path}: cannot be read ({fault.strerror}); give a readable file") from None
 
 
 def parse_object(line: Line) -> dict[str, Any]:
     """The row as a JSON object. Raises BadRow."""
     if line.data.startswith(codecs.BOM_UTF8):
-        raise BadRow(f"{line.where}: begins with a byte order mark; save the file as UTF-8 without one", "not JSON")
+        raise BadRow(f"{line.where}: begins with a byte order mark; save the file as UTF-8 without one")
     try:
         row = json.loads(line.data.decode("utf-8"))
     except UnicodeDecodeError as fault:
-        raise BadRow(f"{line.where}: not UTF-8 (byte {fault.start}); save the file as UTF-8", "not JSON") from None
+        raise BadRow(f"{line.where}: not UTF-8 (byte {fault.start}); save the file as UTF-8") from None
     except (ValueError, RecursionError) as fault:
         what = str(fault).splitlines()[0] if isinstance(fault, ValueError) else "nested too deeply"
-        raise BadRow(f"{line.where}: not valid JSON ({what}); each line must be one JSON object", "not JSON") from None
+        raise BadRow(f"{line.where}: not valid JSON ({what}); each line must be one JSON object") from None
     if not isinstance(row, dict):
         raise BadRow(
-            f'{line.where}: a row must be a JSON object, not {type(row).__name__}; write {{"messages": [...]}}',
-            "not JSON",
+            f'{line.where}: a row must be a JSON object, not {type(row).__name__}; write {{"messages": [...]}}'
         )
     _check_text(row, line)
     return row
@@ -124,33 +161,5 @@ def _check_text(row: dict[str, Any], line: Line) -> None:
     except UnicodeEncodeError as fault:
         half = fault.object[fault.start : fault.end]
         raise BadRow(
-            f"{line.where}: {half!a} is half of a surrogate pair, which is no character; repair the text",
-            "half of a surrogate pair",
+            f"{line.where}: {half!a} is half of a surrogate pair, which is no character; repair the text"
         ) from None
-
-
-def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
-    """OpenAI `messages`: a non-empty list of objects with a role and text content.
-
-    Raises BadRow naming the message at fault.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise BadRow(f"{where}: messages must be a non-empty list, not {_short(messages)}", "malformed messages")
-    for number, message in enumerate(messages, 1):
-        at = f"{where}: message {number}"
-        if not isinstance(message, dict):
-            raise BadRow(f"{at} must be an object with role and content, not {_short(message)}", "malformed messages")
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not role:
-            raise BadRow(
-                f'{at}: role must be a name such as "user" or "assistant", not {_short(role)}', "malformed messages"
-            )
-        calls = role == "assistant" and message.get("tool_calls")
-        if not isinstance(content, str) and not (content is None and calls):
-            raise BadRow(f"{at}: content must be a text, not {_short(content)}", "malformed messages")
-    return messages
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

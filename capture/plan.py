@@ -26,13 +26,18 @@ DUPLICATE = "duplicate"
 # What another forward pass costs, in padded tokens. With 32 real conversations come to 1 to 2.5% padding in batches of 1,000 to
 # 2,000 tokens, which keep a device busy; with a tenth of that passes become many and small.
 BATCH_COST = 32
+# Kinds of rows that are worth a word to the user.
+ROW_KINDS = ("retokenised", "unnamed", "plain", "foreign")
 # pyarrow's list offsets are 32-bit: a piece of the table must hold fewer tokens than that.
 PIECE_TOKENS = 1 << 28
 
 
 @dataclass(frozen=True)
 class Collected:
-    """All samples of the data, in order, with the number of their source; `seen` are the ids that occur."""
+    """All samples of the data, in order, with the number of their source; `seen` are the ids that occur.
+
+    `first_skipped` says of each reason which row was the first; `counts` are the rows of each kind (samples.RowResult).
+    """
 
     samples: list[Sample]
     source_of: list[int]
@@ -40,7 +45,8 @@ class Collected:
     seen: frozenset[int]
     duplicates: int
     truncated: int
-    retokenised: int
+    first_skipped: dict[str, str]
+    counts: Counter[str]
 
 
 def collect(chat: Chat, scans: Sequence[Scan], rules: SampleRules, progress: Callable[[int, int], None]) -> Collected:
@@ -52,7 +58,9 @@ def collect(chat: Chat, scans: Sequence[Scan], rules: SampleRules, progress: Cal
     source_of: list[int] = []
     sources: list[Source] = []
     known: set[str] = set()
-    duplicates = retokenised = done = 0
+    first_skipped: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    duplicates = done = 0
     total = sum(scan.rows for scan in scans)
     for number, scan in enumerate(scans):
         skipped: Counter[str] = Counter()
@@ -61,13 +69,15 @@ def collect(chat: Chat, scans: Sequence[Scan], rules: SampleRules, progress: Cal
             fresh = [sample for sample in result.samples if sample.tokens_sha256 not in known]
             known.update(sample.tokens_sha256 for sample in fresh)
             duplicates += len(result.samples) - len(fresh)
-            retokenised += result.retokenised
+            counts.update(kind for kind in ROW_KINDS if getattr(result, kind))
             if fresh:
                 kept += 1
                 samples += fresh
                 source_of += [number] * len(fresh)
             else:
-                skipped[result.skipped or DUPLICATE] += 1
+                reason = result.skipped or DUPLICATE
+                skipped[reason] += 1
+                first_skipped.setdefault(reason, result.why)
             done += 1
             if done % 1000 == 0 or done == total:
                 progress(done, total)
@@ -77,14 +87,23 @@ def collect(chat: Chat, scans: Sequence[Scan], rules: SampleRules, progress: Cal
             )
         )
     if not samples:
-        reasons = ", ".join(f"{reason}: {count}" for source in sources for reason, count in source.skipped.items())
-        raise DataError(
-            f"{', '.join(scan.shown for scan in scans)}: none of {total} rows can be captured ({reasons}); give other "
-            "data or a longer --max-length"
-        )
+        raise DataError(_nothing_kept(scans, sources, first_skipped))
     seen = frozenset(np.unique(np.concatenate([np.unique(sample.input_ids) for sample in samples])).tolist())
     truncated = sum(sample.truncated for sample in samples)
-    return Collected(samples, source_of, tuple(sources), seen, duplicates, truncated, retokenised)
+    return Collected(samples, source_of, tuple(sources), seen, duplicates, truncated, first_skipped, counts)
+
+
+def _nothing_kept(scans: Sequence[Scan], sources: Sequence[Source], first_skipped: dict[str, str]) -> str:
+    counts: Counter[str] = Counter()
+    for source in sources:
+        counts.update(source.skipped)
+    names = [scan.shown for scan in scans]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.items())
+    return (
+        f"{shown}: none of {sum(scan.rows for scan in scans)} rows can be captured ({reasons}); the first: "
+        f"{next(iter(first_skipped.values()))}; give other data or a longer --max-length"
+    )
 
 
 def pack(lengths: Sequence[int], shard_tokens: int, open_shards: int = OPEN_SHARDS) -> list[int]:

@@ -11,8 +11,8 @@ import transformers
 from cache.store import open_store
 from capture.lines import Scan
 from capture.plan import Collected, build_plan, collect
-from capture.samples import SampleRules
-from capture.settings import Settings
+from capture.settings import Settings, reading_record, sample_rules
+from capture.tell import first_skipped_record, tell_data
 from schemas.arrays import bytes_per_token
 from schemas.errors import OptionError
 from schemas.manifest import Manifest
@@ -24,9 +24,7 @@ def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[M
     """Read and tokenise the data, choose the mask token, lay out the shards. Raises UserError (its kinds)."""
     options, identity = settings.options, settings.identity
     vocab_size = identity.target.vocab_size
-    rules = SampleRules(
-        identity.tokenizer_sha256, vocab_size, options.max_length, options.val_fraction, options.skip_bad_rows
-    )
+    rules = sample_rules(settings)
     collected = collect(settings.chat, scans, rules, lambda done, total: say.progress("reading", done, total))
     mask_id, mask_source = mask_token(settings.chat, vocab_size, options.mask_token_id, collected.seen)
     table, totals = build_plan(collected, identity.shard_tokens, identity.batch_tokens)
@@ -50,6 +48,8 @@ def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[M
             "python": platform.python_version(),
             "device": settings.device.type,
             "attn": options.attn,
+            **reading_record(settings),
+            **first_skipped_record(collected.first_skipped),
         },
     )
     return manifest, table, collected
@@ -59,15 +59,7 @@ def tell_plan(manifest: Manifest, collected: Collected, say: Say) -> None:
     """Say what the plan keeps, cuts and leaves out, and what is probably not meant."""
     totals, token = manifest.totals, manifest.identity.mask_token_id
     say.note(f"mask token: {token} ({manifest.mask_token_source})")
-    for source in manifest.sources:
-        skipped = ", ".join(f"{count} {reason}" for reason, count in source.skipped.items()) or "none skipped"
-        say.note(f"{source.path}: {source.kept} of {source.rows} rows kept ({skipped})")
-    if collected.truncated:
-        say.note(f"{collected.truncated} samples cut at {manifest.identity.max_length} tokens")
-    if collected.duplicates:
-        say.note(f"{collected.duplicates} exact duplicates are captured once")
-    if collected.retokenised:
-        say.warn(f"{collected.retokenised} rows bring ids of another tokenizer: their text was tokenised anew")
+    tell_data(manifest, collected, say)
     if totals.val_samples == 0 and manifest.identity.val_fraction > 0:
         say.warn("no sample falls into the held-out part: raise --val-fraction, or nothing can be evaluated")
     if totals.val_samples == totals.samples:

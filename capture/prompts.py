@@ -1,10 +1,15 @@
-"""Prompt files: rows that hold `messages`, `turns` or `prompt`, to be answered by the target."""
+"""Prompt files: rows that hold `messages`, `conversations`, `turns` or `prompt`, to be answered by the target."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from capture.lines import BadRow, Line, Scan, check_messages, parse_object, read_lines
+from capture.conversations import read_prompt
+from capture.lines import BadRow, Line, Scan, parse_object, read_lines
+from capture.messages import read_messages
+from schemas.options import PromptFormat
+
+FORMS: tuple[PromptFormat, ...] = ("messages", "conversations", "turns", "prompt")
 
 
 @dataclass(frozen=True)
@@ -26,28 +31,32 @@ class Prompt:
         return [*self.opening, {"role": "user", "content": self.turns[0]}]
 
 
-def read_prompts(scan: Scan) -> Iterator[Prompt]:
+def read_prompts(scan: Scan, asked: PromptFormat = "auto") -> Iterator[Prompt]:
     """Every row of a scanned prompt file, in order. Raises BadRow (`file:line: ...`)."""
-    return (parse_prompt(line) for line in read_lines(scan))
+    return (parse_prompt(line, asked) for line in read_lines(scan))
 
 
-def parse_prompt(line: Line) -> Prompt:
-    """Read a row: `prompt` (a text), `turns` (the user's texts) or `messages` (answered anew). Raises BadRow."""
+def parse_prompt(line: Line, asked: PromptFormat = "auto") -> Prompt:
+    """Read a row: `prompt` (a text or messages), `turns` (the user's texts), or a conversation, which is answered anew.
+
+    Raises BadRow.
+    """
     row, where = parse_object(line), line.where
     row_id = None if row.get("id") is None else str(row["id"])
-    forms = [key for key in ("messages", "turns", "prompt") if key in row]
-    if not forms:
-        raise BadRow(f"{where}: the row has none of `messages`, `turns`, `prompt`; add one of them", "malformed prompt")
-    if forms[0] == "messages":
-        messages = check_messages(row["messages"], where)
-        return Prompt(line, row_id, *_split_messages(messages, where))
-    turns = row["turns"] if forms[0] == "turns" else [row["prompt"]]
-    if not isinstance(turns, list) or not turns or any(not isinstance(turn, str) for turn in turns):
-        raise BadRow(
-            f"{where}: {forms[0]} must be {'a non-empty list of texts' if forms[0] == 'turns' else 'a text'}",
-            "malformed prompt",
-        )
-    return Prompt(line, row_id, [], turns)
+    form = next((form for form in FORMS if form in row and asked in ("auto", form)), None)
+    if form is None:
+        wanted = ", ".join(f"`{form}`" for form in FORMS) if asked == "auto" else f"`{asked}`"
+        raise BadRow(f"{where}: the row has none of {wanted}; add one of them")
+    if form == "turns":
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or any(not isinstance(turn, str) for turn in turns):
+            raise BadRow(f"{where}: turns must be a non-empty list of texts")
+        return Prompt(line, row_id, [], turns)
+    messages = read_prompt(row["prompt"], where) if form == "prompt" else read_messages(row[form], where, form)
+    system = row.get("system")
+    if form != "messages" and isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return Prompt(line, row_id, *_split_messages(messages, where))
 
 
 def _split_messages(messages: list[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -61,9 +70,8 @@ def _split_messages(messages: list[dict[str, Any]], where: str) -> tuple[list[di
         elif message["role"] != "assistant":
             raise BadRow(
                 f"{where}: message {number}: a {message['role']!r} message cannot be replayed; keep system, user and "
-                "assistant",
-                "malformed prompt",
+                "assistant"
             )
     if not turns:
-        raise BadRow(f"{where}: the prompt has no user message, so there is nothing to answer", "malformed prompt")
+        raise BadRow(f"{where}: the prompt has no user message, so there is nothing to answer")
     return opening, turns

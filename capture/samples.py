@@ -11,23 +11,32 @@ from numpy.typing import NDArray
 from capture.conversations import Conversation, Given, parse_conversation
 from capture.lines import BadRow, Line
 from schemas.errors import DataError
-from target.chat import Chat, Turn, check_answer, encode_turns, split_turns
+from schemas.options import DataFormat, Reasoning
+from target.chat import Chat, Turn
+from target.reasoning import without_reasoning
+from target.rendered import leading_ids, text_turns
+from target.turns import check_answer, encode_turns, split_turns
 
 # Rows that are tokenised in one call.
 GROUP_ROWS = 256
 NOTHING_SUPERVISED = "nothing supervised within max length"
 TOO_SHORT = "fewer than two supervised tokens"
+EMPTY = "empty content"
+NOT_RENDERED = "not rendered by the chat template"
 
 
 @dataclass(frozen=True)
 class SampleRules:
-    """What decides a sample's tokens, the data aside."""
+    """What decides a sample's tokens, the data aside. `target` is the name by which rows say that it wrote them."""
 
     tokenizer_sha256: str
     vocab_size: int
     max_length: int
     val_fraction: float
     skip_bad_rows: bool = False
+    format: DataFormat = "auto"
+    reasoning: Reasoning = "keep"
+    target: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,11 +55,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class RowResult:
-    """What became of one row: its samples, or why there are none. `retokenised`: it brought another tokenizer's ids."""
+    """What became of one row: its samples, or the reason why there are none, and `why`, which says where.
+
+    `retokenised`: it brought another tokenizer's ids. `unnamed`: ids that name no tokenizer. `plain`: text that is no
+    conversation, supervised whole. `foreign`: nothing says that the target wrote it.
+    """
 
     samples: tuple[Sample, ...]
     skipped: str | None = None
+    why: str = ""
     retokenised: bool = False
+    unnamed: bool = False
+    plain: bool = False
+    foreign: bool = False
 
 
 def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[RowResult]:
@@ -65,16 +82,14 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
         turns = [turn for item in prepared if isinstance(item, _Prepared) for turn in item.turns]
         encoded = iter(encode_turns(chat, turns))
         for item in prepared:
-            if isinstance(item, str):
-                yield RowResult((), item)
+            if isinstance(item, RowResult):
+                yield item
                 continue
             pairs = list(islice(encoded, len(item.turns)))
             try:
                 yield _finish(chat, item, pairs, rules)
             except BadRow as fault:
-                if not rules.skip_bad_rows:
-                    raise
-                yield RowResult((), fault.reason)
+                yield _left_out(fault, rules)
 
 
 @dataclass(frozen=True)
@@ -82,47 +97,104 @@ class _Prepared:
     conversation: Conversation
     turns: list[Turn]
     given: Given | None
+    plain: bool = False
 
 
-def _prepare(chat: Chat, line: Line, rules: SampleRules) -> _Prepared | str:
-    # The rendered turns of a row, or the reason it is skipped.
+def _left_out(fault: BadRow, rules: SampleRules) -> RowResult:
+    # A bad row stops unless asked to be skipped; a sound one with nothing to learn from is always left out.
+    if fault.stops and not rules.skip_bad_rows:
+        raise fault
+    return RowResult((), fault.reason, str(fault))
+
+
+def _prepare(chat: Chat, line: Line, rules: SampleRules) -> _Prepared | RowResult:
+    # The rendered turns of a row, or why it is left out.
     try:
-        conversation = parse_conversation(line)
+        conversation = parse_conversation(line, rules.format)
         given = conversation.given
-        if given is not None and given.tokenizer_sha256 == rules.tokenizer_sha256:
+        if given is not None and given.tokenizer_sha256 in (None, rules.tokenizer_sha256):
             return _Prepared(conversation, [], given)
+        if given is not None and not conversation.messages:
+            raise BadRow(
+                f"{line.where}: input_ids are of another tokenizer (sha256 {str(given.tokenizer_sha256)[:16]}); give "
+                "rows with messages, or tokenise anew"
+            )
+        if conversation.text is not None:
+            turns = text_turns(chat, conversation.text)
+            return _Prepared(conversation, turns or [Turn("", conversation.text, False)], None, not turns)
+        _check_contents(conversation)
         try:
             turns = split_turns(chat, conversation.messages, conversation.finished, conversation.tools)
         except DataError as fault:
-            raise BadRow(f"{line.where}: {fault}", "not rendered by the chat template") from None
+            raise BadRow(f"{line.where}: {fault}", NOT_RENDERED) from None
         return _Prepared(conversation, turns, None)
     except BadRow as fault:
-        if not rules.skip_bad_rows:
-            raise
-        return fault.reason
+        return _left_out(fault, rules)
+
+
+def _check_contents(conversation: Conversation) -> None:
+    for number, message in enumerate(conversation.messages, 1):
+        said = (message["content"] or "").strip() or "tool_calls" in message or "reasoning_content" in message
+        if message["role"] in ("user", "assistant") and not said:
+            raise BadRow(
+                f"{conversation.line.where}: message {number} ({message['role']}) is empty", EMPTY, stops=False
+            )
 
 
 def _finish(chat: Chat, item: _Prepared, pairs: Sequence[tuple[list[int], list[int]]], rules: SampleRules) -> RowResult:
     conversation = item.conversation
+    where = conversation.line.where
     if item.given is not None:
-        _check_ids(item.given.input_ids, conversation.line.where, rules.vocab_size)
+        _check_ids(item.given.input_ids, where, rules.vocab_size)
         pieces = [(0, item.given.input_ids, item.given.loss_mask)]
+    elif item.plain:
+        pieces = [_plain_piece(leading_ids(chat.tokenizer), pairs[0][1])]
     else:
         for turn, (_, answer) in zip(item.turns, pairs, strict=True):
             try:
                 check_answer(chat, answer, turn.ended)
             except DataError as fault:
-                raise BadRow(f"{conversation.line.where}: {fault}", "end of turn") from None
+                raise BadRow(f"{where}: {fault}", "end of turn") from None
+        if conversation.text is not None:
+            lead = leading_ids(chat.tokenizer)
+            pairs = [(context if context[: len(lead)] == lead else lead + context, own) for context, own in pairs]
         pieces = join_turns(pairs)
     samples, reason = [], NOTHING_SUPERVISED
     for turn_number, ids, mask in pieces:
-        sample = _sample(conversation, turn_number, ids, mask, rules)
+        _check_bos(chat, ids, where)
+        supervised = without_reasoning(chat, ids, mask) if rules.reasoning == "mask" else mask
+        sample = _sample(item, turn_number, ids, mask, supervised, rules)
         if isinstance(sample, str):
             reason = sample
         else:
             samples.append(sample)
-    retokenised = conversation.given is not None and item.given is None
-    return RowResult(tuple(samples), None if samples else reason, retokenised)
+    given = conversation.given
+    return RowResult(
+        tuple(samples),
+        None if samples else reason,
+        where,
+        retokenised=given is not None and item.given is None,
+        unnamed=item.given is not None and item.given.tokenizer_sha256 is None,
+        plain=item.plain,
+        foreign=rules.target is not None and conversation.target != rules.target,
+    )
+
+
+def _plain_piece(lead: list[int], ids: list[int]) -> tuple[int, list[int], list[int]]:
+    # All of a plain text but its first token, before which the target has nothing to go on.
+    ids = ids if ids[: len(lead)] == lead else lead + ids
+    first = max(1, len(lead))
+    return 0, ids, [0] * min(first, len(ids)) + [1] * (len(ids) - first)
+
+
+def _check_bos(chat: Chat, ids: Sequence[int], where: str) -> None:
+    bos = chat.tokenizer.bos_token_id
+    if bos is not None and list(ids[:2]) == [bos, bos]:
+        raise BadRow(
+            f"{where}: begins with two {chat.tokenizer.bos_token} tokens, which the target never sees; remove the one in "
+            "the text",
+            "two BOS tokens",
+        )
 
 
 def join_turns(pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[int, list[int], list[int]]]:
@@ -143,20 +215,25 @@ def join_turns(pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[int, 
     return done
 
 
-def _sample(conversation: Conversation, turn: int, ids: list[int], mask: list[int], rules: SampleRules) -> Sample | str:
+def _sample(
+    item: _Prepared, turn: int, ids: list[int], own: list[int], mask: list[int], rules: SampleRules
+) -> Sample | str:
+    # `own` marks all that the target wrote, `mask` what of it is supervised.
     supervised = sum(mask[: rules.max_length])
     if supervised < 2:
-        return TOO_SHORT if sum(mask) < 2 else NOTHING_SUPERVISED if supervised == 0 else TOO_SHORT
+        return TOO_SHORT if sum(mask) < 2 or supervised else NOTHING_SUPERVISED
     input_ids = np.asarray(ids[: rules.max_length], dtype=np.int32)
     loss_mask = np.asarray(mask[: rules.max_length], dtype=np.uint8)
-    line = conversation.line
+    conversation, line = item.conversation, item.conversation.line
+    # A plain text has no prompt: it is its own key.
+    first_user = conversation.text if item.plain else conversation.first_user
     return Sample(
         sample_id=f"{line.sha256[:16]}-{turn}",
         row_id=conversation.row_id,
         input_ids=input_ids,
         loss_mask=loss_mask,
         truncated=len(ids) > rules.max_length,
-        split=split_side(conversation.first_user, ids[: mask.index(1)], rules.val_fraction),
+        split=split_side(first_user, ids[: own.index(1)], rules.val_fraction),
         source_row=line.row,
         tokens_sha256=tokens_sha256(input_ids, loss_mask),
     )
@@ -183,6 +260,5 @@ def _check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
     if outside is not None:
         raise BadRow(
             f"{where}: token id {outside} is no row of the target's embedding (0 to {vocab_size - 1}); regenerate with "
-            "this target",
-            "malformed ids",
+            "this target"
         )

@@ -10,13 +10,14 @@ from cache.codecs import check_codec
 from cache.device import resolve_device
 from capture.lines import Scan, scan_files
 from capture.plan import default_shard_tokens
+from capture.samples import SampleRules
 from schemas.arrays import chunk_tokens
-from schemas.errors import OptionError
-from schemas.manifest import Identity, TargetIdentity
+from schemas.errors import CacheError, OptionError
+from schemas.manifest import Identity, Manifest, TargetIdentity
 from schemas.options import CaptureOptions
 from schemas.ranks import ALONE, Ranks
 from schemas.say import Say
-from target.chat import Chat, open_chat
+from target.chat import TEMPLATE_DATE, Chat, open_chat
 from target.head import HeadTraits, head_traits
 from target.layers import check_layers, default_layers
 from target.load import TargetRef, config_sha256, read_config, resolve_dtype, resolve_target
@@ -60,6 +61,10 @@ def settle(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Settings:
             f"{text.vocab_size - 1}"
         )
     traits, chat = head_traits(text), open_chat(ref)
+    if chat.dated:
+        say.note(
+            f"the chat template writes today's date: it is given {TEMPLATE_DATE}, so that the cache can be made again"
+        )
     identity = _identity(options, ref, config, chat, traits, layers)
     return Settings(ref, config, chat, traits, options, identity, device)
 
@@ -75,6 +80,38 @@ def scan_data(options: CaptureOptions, say: Say) -> list[Scan]:
     # The manifest must not depend on where the project is installed.
     scans = scan_files((str(DEFAULT_DATA),), options.limit)
     return [replace(scan, shown="/".join(Path(scan.path).parts[-3:])) for scan in scans]
+
+
+def sample_rules(settings: Settings) -> SampleRules:
+    """How the data's rows become samples."""
+    options, identity = settings.options, settings.identity
+    return SampleRules(
+        tokenizer_sha256=identity.tokenizer_sha256,
+        vocab_size=identity.target.vocab_size,
+        max_length=options.max_length,
+        val_fraction=options.val_fraction,
+        skip_bad_rows=options.skip_bad_rows,
+        format=options.format,
+        reasoning=options.reasoning,
+        target=settings.ref.name,
+    )
+
+
+def reading_record(settings: Settings) -> dict[str, str]:
+    """What decides tokens and masks beside the identity and the data: the entries of the manifest's record that are compared."""
+    dated = {"template_date": str(TEMPLATE_DATE)} if settings.chat.dated else {}
+    return {"format": settings.options.format, "reasoning": settings.options.reasoning, **dated}
+
+
+def check_reading(settings: Settings, found: Manifest) -> None:
+    """Refuse to go on with a cache whose rows were read otherwise: CacheError names the option and both values."""
+    older = {"format": "auto", "reasoning": "keep", "template_date": "the day of its capture"}
+    for name, asked in reading_record(settings).items():
+        if (held := found.record.get(name, older[name])) != asked:
+            raise CacheError(
+                f"{settings.options.out} was captured with {name} {held!r}, this command asks for {asked!r}: use the same "
+                "settings, or another --out"
+            )
 
 
 def _identity(

@@ -10,6 +10,14 @@ from pipeline.console import Console
 from pipeline.launch import launch, own_ranks
 from schemas.options import CaptureOptions, RegenerateOptions
 
+DataFormat = Annotated[
+    str, typer.Option(help="How rows are read: messages, sharegpt, response, text, tokens; auto goes by their columns.")
+]
+Reasoning = Annotated[str, typer.Option(help="Whether what the target thought is supervised: keep, or mask.")]
+SkipBadRows = Annotated[
+    bool, typer.Option("--skip-bad-rows", help="Count and leave out malformed rows instead of stopping.")
+]
+
 
 def capture(
     context: typer.Context,
@@ -22,8 +30,10 @@ def capture(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Conversations (JSONL); may be given several times. By default those shipped."),
+        typer.Option(help="Conversations (docs/data.md); may be given several times. By default those shipped."),
     ] = None,
+    format: DataFormat = "auto",
+    reasoning: Reasoning = "keep",
     out: Annotated[
         str,
         typer.Option(
@@ -48,9 +58,7 @@ def capture(
     mask_token_id: Annotated[
         int | None, typer.Option(help="The id that stands for a token to be drafted. By default found.")
     ] = None,
-    skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Count and leave out malformed rows instead of stopping.")
-    ] = False,
+    skip_bad_rows: SkipBadRows = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a cache of other settings or data that is in --out.")
     ] = False,
@@ -78,23 +86,79 @@ def capture(
             print(summary_text(out, manifest))
 
 
+def preview(
+    target: Annotated[str, typer.Option(help="A model's folder, or its name on the Hub; its weights are not read.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Conversations (docs/data.md); may be given several times. By default those shipped."),
+    ] = None,
+    format: DataFormat = "auto",
+    reasoning: Reasoning = "keep",
+    samples: Annotated[int, typer.Option(min=0, help="How many samples to show, spread over the data.")] = 3,
+    layers: Annotated[str | None, typer.Option(help="For the size of the cache: as capture's.")] = None,
+    codec: Annotated[str, typer.Option(help="For the size of the cache: as capture's.")] = "bf16",
+    top_k: Annotated[int, typer.Option(help="For the size of the cache: as capture's.")] = 64,
+    max_length: Annotated[int, typer.Option(help="Longer samples are cut, and counted as truncated.")] = 4096,
+    val_fraction: Annotated[float, typer.Option(help="Share of the prompts that is held out.")] = 0.02,
+    shard_tokens: Annotated[int | None, typer.Option(help="For the size of the cache: as capture's.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take at most this many rows of the data.")] = None,
+    skip_bad_rows: SkipBadRows = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Show what a capture would supervise and how large its cache would be, with the target's tokenizer alone."""
+    options = options_of(CaptureOptions, locals() | {"layers": layer_list(layers)})
+    from pipeline.preview import preview as show
+
+    with Console() as say:
+        show(options, samples, say)
+
+
 def regenerate(
     target: Annotated[str, typer.Option(help="A model's folder, or its name on the Hub.")],
-    prompts: Annotated[str, typer.Option(help="JSONL with `messages`, `turns` or `prompt` in each row.")],
+    prompts: Annotated[
+        str,
+        typer.Option(help="Rows with `messages`, `conversations`, `turns` or `prompt`; answers there are replaced."),
+    ],
     out: Annotated[
         str, typer.Option(help="The conversations, with their ids; the same command again does what is missing.")
     ],
     max_new_tokens: Annotated[
         int, typer.Option(help="An answer longer than this is cut, and recorded as not finished.")
     ] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy; more is sampled, each row by a seed of its own.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this probability in all.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="What sampled answers depend on, beside their prompt's row and turn.")] = 0,
+    format: Annotated[
+        str,
+        typer.Option(
+            help="Which column to read: messages, conversations, turns, prompt; auto takes the first there is."
+        ),
+    ] = "auto",
     limit: Annotated[int | None, typer.Option(help="Answer at most this many prompts.")] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Ask an OpenAI-compatible server that runs the target, as in http://localhost:8000/v1."),
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option(help="The target's name there. By default the first it lists.")
+    ] = None,
+    server_api: Annotated[
+        str, typer.Option(help="completions (of token ids), chat, or auto: completions where the server has them.")
+    ] = "auto",
+    concurrency: Annotated[int, typer.Option(help="Requests to the server at a time.")] = 16,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer of the server.")] = 600.0,
+    retries: Annotated[
+        int, typer.Option(help="How often to ask again where the server fails, waiting longer each time.")
+    ] = 5,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of one batch, prompts and answers.")] = 16_384,
     device: Device = "auto",
     dtype: Dtype = "auto",
     attn: Attention = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Answer prompts with the target itself, greedily: a draft learns best from what its target says."""
+    """Answer prompts with the target itself: a draft learns best from what its target says."""
     options = options_of(RegenerateOptions, locals())
     from capture.regenerate import regenerate as answer
 

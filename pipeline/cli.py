@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 for command in (
     capture_commands.regenerate,
+    capture_commands.preview,
     capture_commands.capture,
     train_command.train,
     measure_commands.evaluate,

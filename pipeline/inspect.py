@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from schemas.arrays import bytes_per_token
-from schemas.manifest import Identity, Manifest, Source, Totals
+from schemas.manifest import FIRST_SKIPPED, Identity, Manifest, Source, Totals
 
 if TYPE_CHECKING:
     from cache.verify import Fault
@@ -113,8 +113,10 @@ def inspect_text(path: str, sample: int, width: int) -> str:
         ),
         ("tokenizer", f"sha256 {identity.tokenizer_sha256[:16]}, template {identity.chat_template_sha256[:16]}"),
         ("target config", f"sha256 {identity.target.config_sha256[:16]}, revision {identity.target.revision}"),
-        ("made with", ", ".join(f"{name} {value}" for name, value in manifest.record.items())),
+        ("made with", ", ".join(f"{name} {value}" for name, value in manifest.record.items() if name != FIRST_SKIPPED)),
     ]
+    if skipped := manifest.record.get(FIRST_SKIPPED):
+        rows.append(("left out first", skipped))
     return "\n".join(
         [
             f"{path}: hidden-state cache, format {manifest.version}",

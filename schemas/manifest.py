@@ -10,6 +10,8 @@ from schemas.strict import Strict, parse
 FORMAT: Final = "dflash-hidden-states"
 VERSION: Final = 1
 ATTRIBUTE = "dflash"
+# The entry of a manifest's record that names the first row left out for each reason.
+FIRST_SKIPPED = "first_skipped"
 LAYER_CONVENTION: Final = "output of decoder layer i, before the final norm"
 
 Codec = Literal["f32", "bf16", "bf16-zstd", "fp8", "int8", "int4"]
@@ -92,7 +94,11 @@ class Totals(Strict):
 
 
 class Manifest(Strict):
-    """The whole manifest. `record` holds tool versions and other host-independent facts that decide nothing."""
+    """The whole manifest. `record` holds tool versions and other host-independent facts.
+
+    They decide nothing but for `format`, `reasoning` and `template_date`, how rows were read: a capture that resumes needs
+    those to match.
+    """
 
     format: Literal["dflash-hidden-states"] = FORMAT
     version: Literal[1] = VERSION

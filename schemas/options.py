@@ -15,6 +15,10 @@ Kind = Literal["dflash", "dflash2", "domino", "jetspec"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+# How a data file's rows, and a prompt file's, are read; "auto" goes by their columns.
+DataFormat = Literal["auto", "messages", "sharegpt", "response", "text", "tokens"]
+PromptFormat = Literal["auto", "messages", "conversations", "turns", "prompt"]
+Reasoning = Literal["keep", "mask"]
 
 
 class CaptureOptions(Strict):
@@ -22,6 +26,8 @@ class CaptureOptions(Strict):
 
     target: str
     data: tuple[str, ...] = ()
+    format: DataFormat = "auto"
+    reasoning: Reasoning = "keep"
     out: str = "hs.zarr"
     layers: tuple[int, ...] | None = None
     codec: Codec = "bf16"
@@ -43,14 +49,28 @@ class CaptureOptions(Strict):
 
 
 class RegenerateOptions(Strict):
-    """`dflash regenerate`: greedy answers of the target itself. `batch_tokens` bounds prompts plus answers of one batch."""
+    """`dflash regenerate`: answers of the target itself. `batch_tokens` bounds prompts plus answers of one batch.
+
+    `temperature` 0 is greedy. With `server` the answers come from there: `server_api` "auto" asks for completions of
+    token ids, and for chat completions where it has none. `timeout` is in seconds, for one answer.
+    """
 
     target: str
     prompts: str
     out: str
+    format: PromptFormat = "auto"
     max_new_tokens: int = Field(512, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = Field(0, ge=0)
     limit: int | None = Field(None, ge=1)
     batch_tokens: int = Field(16_384, ge=1)
+    server: str | None = None
+    server_model: str | None = None
+    server_api: Literal["auto", "completions", "chat"] = "auto"
+    concurrency: int = Field(16, ge=1, le=1024)
+    timeout: float = Field(600.0, gt=0)
+    retries: int = Field(5, ge=0)
     device: str = "auto"
     dtype: Dtype = "auto"
     attn: str = "auto"

@@ -266,7 +266,7 @@ def test_counts_are_reported(folder, target):
     numbers = dry_run(
         capture_options(target, path, folder / "none", skip_bad_rows=True, layers=(1,), val_fraction=1e-9), say
     )
-    assert numbers.manifest.sources[0].skipped == {"duplicate": 1, "no assistant turn": 1, "not JSON": 1}
+    assert numbers.manifest.sources[0].skipped == {"duplicate": 1, "no assistant turn": 1, "bad line": 1}
     assert (numbers.manifest.totals.samples, numbers.truncated) == (2, 1)
     assert any("2 of 5 rows kept" in note for note in say.notes)
     assert any("1 samples cut at 256 tokens" in note for note in say.notes)

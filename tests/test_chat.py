@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from capture.samples import join_turns
 from schemas.errors import DataError, OptionError, TargetError
-from target.chat import check_answer, encode_texts, encode_turns, open_chat, prompt_ids, split_turns
+from target.chat import encode_texts, open_chat, prompt_ids
 from target.load import TargetRef, resolve_target
 from target.tokens import chat_template_sha256, mask_token, tokenizer_sha256
+from target.turns import check_answer, encode_turns, split_turns
 
 PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 

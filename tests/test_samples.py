@@ -134,7 +134,7 @@ def test_bad_rows_are_counted_where_asked(chat, tmp_path):
     rules = SampleRules("tok", 2048, 256, 0.5, skip_bad_rows=True)
     assert [result.skipped for result in results(chat, tmp_path, rows, rules)] == [
         None,
-        "malformed messages",
+        "bad line",
         "no assistant turn",
         "end of turn",
     ]
