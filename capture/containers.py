@@ -1,6 +1,7 @@
 """What holds rows besides JSONL: a JSON file, a Parquet file, a data set of the `datasets` package. All become JSON bytes.
 
-A row's bytes there are its canonical JSON (keys sorted, no spaces), so that its hash is that of its content.
+A row's bytes there are its JSON without spaces, so that its hash is that of its content. Keys keep their order: a template
+writes a tool call's arguments in it.
 """
 
 import json
@@ -61,19 +62,19 @@ def _begins_with_an_object_line(path: Path) -> bool:
         return False
 
 
-def canonical(row: Any) -> bytes:
-    """The row as JSON with sorted keys and no spaces; what JSON has not (dates, bytes) as its text."""
+def compact(row: Any) -> bytes:
+    """The row as JSON without spaces, in UTF-8; what JSON has not (dates, bytes) as its text."""
     try:
-        return json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str).encode()
+        return json.dumps(row, separators=(",", ":"), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         # Half a surrogate pair, which is refused where the row is read.
-        return json.dumps(row, sort_keys=True, separators=(",", ":"), default=str).encode()
+        return json.dumps(row, separators=(",", ":"), default=str).encode()
 
 
 def read_rows(path: str, container: Container) -> Iterator[bytes]:
-    """Every row's canonical JSON. Raises DataError where the container cannot be read."""
+    """Every row's compact JSON. Raises DataError where the container cannot be read."""
     reader = {"json": _json_rows, "parquet": _parquet_rows, "dataset": _dataset_rows}[container]
-    return map(canonical, reader(path))
+    return map(compact, reader(path))
 
 
 def _json_rows(path: str) -> Iterator[Any]:

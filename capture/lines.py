@@ -29,7 +29,7 @@ class BadRow(DataError):
 
 @dataclass(frozen=True)
 class Line:
-    """A row's bytes: a line of JSONL without its ending, or the canonical JSON of another container's row.
+    """A row's bytes: a line of JSONL without its ending, or the compact JSON of another container's row.
 
     `row` counts rows from 0; `number`, by which messages name it, lines from 1, in other containers rows from 1.
     """
@@ -54,7 +54,7 @@ class Line:
 class Scan:
     """A file as found: the hash of all its bytes, how many rows are taken, and its name in messages and manifest.
 
-    A data set of the `datasets` package has no file: its hash is that of its rows' canonical JSON, a line each.
+    A data set of the `datasets` package has no file: its hash is that of its rows' compact JSON, a line each.
     """
 
     path: str

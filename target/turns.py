@@ -96,6 +96,10 @@ def _own_text(chat: Chat, prompt: str, messages: Sequence[Message], tail: str, t
     if reasoning or not core or core[0] != content[0] or not plain:
         marked = render(chat, [*messages[:-1], {**message, "content": MARK}], False, tools)[len(prompt) :]
         before, mark, _ = marked.partition(MARK)
+        if not mark and not core and message.get("tool_calls"):
+            # Calls in place of a content: all of it is the target's own, but for an empty think block.
+            block = EMPTY_THINK.match(tail)
+            return (block.end(), block.end()) if block and not reasoning else (0, 0)
         if not mark or not tail.startswith(before) or not tail[len(before) :].lstrip().startswith(core):
             raise DataError(
                 f"message {len(messages)}: the chat template changes the answer's text, so which tokens are the "

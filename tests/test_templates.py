@@ -1,0 +1,345 @@
+"""The templates of well-known families: which tokens are supervised, by hand, and what stands before them, by property.
+
+In an expected sample the target's own text stands in ⟦ ⟧.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from capture_fixtures import talk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from template_fixtures import FAMILIES, GEMMA3, LLAMA31, SMOLLM2, Family, family_chat
+
+from capture.lines import BadRow, Line
+from capture.samples import SampleRules, samples_of
+from target.chat import Chat, encode_texts, prompt_ids, render
+from target.turns import split_turns
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    *talk("Hi", "Hello", "More?", "Yes")["messages"],
+]
+THINKING = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4", "reasoning_content": "easy"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "6", "reasoning_content": "also"},
+]
+TAGGED = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "<think>\nalso\n</think>\n\n6"},
+]
+# Arguments as OpenAI writes them: a text of JSON.
+TOOLS = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "abcdef123", "type": "function", "function": {"name": "get", "arguments": '{"city":"Rome"}'}}
+        ],
+    },
+    {"role": "tool", "name": "get", "tool_call_id": "abcdef123", "content": "sunny"},
+    {"role": "assistant", "content": "Sunny."},
+]
+TOOL = {"type": "function", "function": {"name": "get", "description": "Weather of a city"}}
+TOOL_TEXT = '{"type": "function", "function": {"name": "get", "description": "Weather of a city"}}'
+
+S, U, A = "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n"
+E = "<|im_end|>"
+NOTHING = "<think>\n\n</think>\n\n"
+QWEN_TOOLS = f"{S}# Tools\n{TOOL_TEXT}\n{E}\n{U}Weather?{E}\n"
+QWEN_CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
+LH = "<|start_header_id|>{}<|end_header_id|>\n\n"
+LLAMA = f"<|begin_of_text|>{LH.format('system')}Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+OSS = "<|start|>system<|message|>You are ChatGPT.\nCurrent date: 2024-07-26<|end|>"
+OSS_ASK, FINAL = "<|start|>user<|message|>{}<|end|><|start|>assistant", "<|channel|>final<|message|>"
+DS, DSE = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+
+EXPECTED = {
+    ("qwen3", "chat"): [
+        f"{S}Be brief.{E}\n{U}Hi{E}\n{A}{NOTHING}⟦Hello{E}⟧",
+        f"{S}Be brief.{E}\n{U}Hi{E}\n{A}Hello{E}\n{U}More?{E}\n{A}{NOTHING}⟦Yes{E}⟧",
+    ],
+    ("qwen3", "thinking"): [
+        f"{U}2+2?{E}\n{A}⟦<think>\neasy\n</think>\n\n4{E}⟧",
+        f"{U}2+2?{E}\n{A}4{E}\n{U}3+3?{E}\n{A}⟦<think>\nalso\n</think>\n\n6{E}⟧",
+    ],
+    ("qwen3", "tools"): [
+        f"{QWEN_TOOLS}{A}{NOTHING}⟦{QWEN_CALL}{E}⟧",
+        f"{QWEN_TOOLS}{A}{QWEN_CALL}{E}\n{U}<tool_response>\nsunny\n</tool_response>{E}\n{A}{NOTHING}⟦Sunny.{E}⟧",
+    ],
+    ("qwen3.5", "chat"): [
+        f"{S}Be brief.{E}\n{U}Hi{E}\n{A}{NOTHING}⟦Hello{E}⟧",
+        f"{S}Be brief.{E}\n{U}Hi{E}\n{A}Hello{E}\n{U}More?{E}\n{A}{NOTHING}⟦Yes{E}⟧",
+    ],
+    ("qwen3.5", "thinking"): [
+        f"{U}2+2?{E}\n{A}<think>\n⟦easy\n</think>\n\n4{E}⟧",
+        f"{U}2+2?{E}\n{A}4{E}\n{U}3+3?{E}\n{A}<think>\n⟦also\n</think>\n\n6{E}⟧",
+    ],
+    ("llama3.1", "chat"): [
+        f"{LLAMA}Be brief.<|eot_id|>{LH.format('user')}Hi<|eot_id|>{LH.format('assistant')}⟦Hello<|eot_id|>⟧"
+        f"{LH.format('user')}More?<|eot_id|>{LH.format('assistant')}⟦Yes<|eot_id|>⟧",
+    ],
+    ("llama3.1", "tools"): [
+        f"{LLAMA}<|eot_id|>{LH.format('user')}Weather?<|eot_id|>{LH.format('assistant')}"
+        '⟦{"name": "get", "parameters": {"city": "Rome"}}<|eom_id|>⟧'
+        f'{LH.format("ipython")}"sunny"<|eot_id|>{LH.format("assistant")}⟦Sunny.<|eot_id|>⟧',
+    ],
+    ("gemma3", "chat"): [
+        "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n⟦Hello<end_of_turn>⟧\n"
+        "<start_of_turn>user\nMore?<end_of_turn>\n<start_of_turn>model\n⟦Yes<end_of_turn>⟧",
+    ],
+    ("gpt-oss", "chat"): [
+        f"{OSS}<|start|>developer<|message|>Be brief.<|end|>{OSS_ASK.format('Hi')}⟦{FINAL}Hello<|return|>⟧",
+        f"{OSS}<|start|>developer<|message|>Be brief.<|end|>{OSS_ASK.format('Hi')}{FINAL}Hello<|end|>"
+        f"{OSS_ASK.format('More?')}⟦{FINAL}Yes<|return|>⟧",
+    ],
+    ("gpt-oss", "thinking"): [
+        f"{OSS}{OSS_ASK.format('2+2?')}⟦<|channel|>analysis<|message|>easy<|end|><|start|>assistant{FINAL}4<|return|>⟧",
+        f"{OSS}{OSS_ASK.format('2+2?')}{FINAL}4<|end|>"
+        f"{OSS_ASK.format('3+3?')}⟦<|channel|>analysis<|message|>also<|end|><|start|>assistant{FINAL}6<|return|>⟧",
+    ],
+    ("gpt-oss", "tools"): [
+        f"{OSS}{OSS_ASK.format('Weather?')}"
+        '⟦ to=functions.get<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>⟧'
+        f"<|start|>functions.get to=assistant<|channel|>commentary<|message|>sunny<|end|><|start|>assistant"
+        f"⟦{FINAL}Sunny.<|return|>⟧",
+    ],
+    ("mistral", "chat"): [
+        "<s>[INST] Be brief.\n\nHi[/INST]⟦ Hello</s>⟧",
+        "<s>[INST] Hi[/INST] Hello</s>[INST] Be brief.\n\nMore?[/INST]⟦ Yes</s>⟧",
+    ],
+    ("mistral", "tools"): [
+        f"<s>[AVAILABLE_TOOLS] [{TOOL_TEXT}][/AVAILABLE_TOOLS][INST] Weather?[/INST]"
+        '⟦[TOOL_CALLS] [{"name": "get", "arguments": {"city": "Rome"}}]</s>⟧[TOOL_RESULTS] "sunny"[/TOOL_RESULTS]'
+        "⟦ Sunny.</s>⟧",
+    ],
+    ("deepseek-v3", "chat"): [
+        f"{DS}Be brief.<｜User｜>Hi<｜Assistant｜>⟦Hello{DSE}⟧<｜User｜>More?<｜Assistant｜>⟦Yes{DSE}⟧",
+    ],
+    ("deepseek-v3", "thinking"): [
+        f"{DS}<｜User｜>2+2?<｜Assistant｜>⟦<think>\neasy\n</think>\n\n4{DSE}⟧",
+        f"{DS}<｜User｜>2+2?<｜Assistant｜>4{DSE}<｜User｜>3+3?<｜Assistant｜>⟦<think>\nalso\n</think>\n\n6{DSE}⟧",
+    ],
+    ("deepseek-v3", "tools"): [
+        f"{DS}<｜User｜>Weather?<｜Assistant｜>"
+        f'⟦<｜tool▁calls▁begin｜>get\n{{"city": "Rome"}}<｜tool▁calls▁end｜>{DSE}⟧'
+        f"<｜tool▁outputs▁begin｜>sunny<｜tool▁outputs▁end｜><｜Assistant｜>⟦Sunny.{DSE}⟧",
+    ],
+    ("phi4", "chat"): [
+        f"<|im_start|>system<|im_sep|>Be brief.{E}<|im_start|>user<|im_sep|>Hi{E}<|im_start|>assistant<|im_sep|>⟦Hello{E}⟧"
+        f"<|im_start|>user<|im_sep|>More?{E}<|im_start|>assistant<|im_sep|>⟦Yes{E}⟧",
+    ],
+    ("smollm2", "chat"): [f"{S}Be brief.{E}\n{U}Hi{E}\n{A}⟦Hello{E}⟧\n{U}More?{E}\n{A}⟦Yes{E}⟧"],
+    ("smollm2", "bare"): [f"{S}You are a helpful assistant.{E}\n{U}Hi{E}\n{A}⟦Hello{E}⟧\n{U}More?{E}\n{A}⟦Yes{E}⟧"],
+}
+ROWS = {
+    "chat": {"messages": CHAT},
+    "bare": {"messages": CHAT[1:]},
+    "thinking": {"messages": THINKING},
+    "tools": {"messages": TOOLS, "tools": [TOOL]},
+}
+
+
+@cache
+def chat_of(family: Family, fast: bool = True) -> Chat:
+    return family_chat(family, Path(mkdtemp(prefix="family-")), fast)
+
+
+def samples(chat: Chat, row: dict, **rules):
+    line = Line("rows.jsonl", 1, 0, json.dumps(row).encode())
+    (result,) = samples_of(chat, [line], SampleRules("sha", 1 << 20, 4096, 0.5, **rules))
+    return result.samples
+
+
+def expected_tokens(chat: Chat, marked: str) -> tuple[list[int], list[int]]:
+    ids, mask = [], []
+    for piece in re.split("(⟦[^⟧]*⟧)", marked):
+        tokens = encode_texts(chat.tokenizer, [piece.strip("⟦⟧")])[0] if piece else []
+        ids += tokens
+        mask += [int(piece.startswith("⟦"))] * len(tokens)
+    return ids, mask
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize(("name", "kind"), EXPECTED)
+def test_supervised_is_what_is_marked_by_hand(name, kind, fast):
+    chat = chat_of(FAMILIES[name], fast)
+    assert chat.tokenizer.is_fast == fast
+    found = samples(chat, ROWS[kind])
+    shown = [marked(chat, sample) for sample in found]
+    assert shown == EXPECTED[name, kind]
+    for sample, wanted in zip(found, EXPECTED[name, kind], strict=True):
+        ids, mask = expected_tokens(chat, wanted)
+        assert sample.input_ids.tolist() == ids
+        assert sample.loss_mask.tolist() == mask
+    assert len({sample.split for sample in found}) == 1, "all turns of a conversation on one side of the split"
+
+
+def marked(chat: Chat, sample) -> str:
+    text, ids, mask = "", sample.input_ids.tolist(), sample.loss_mask.tolist()
+    start = 0
+    while start < len(ids):
+        stop = next((i for i in range(start, len(ids)) if mask[i] != mask[start]), len(ids))
+        piece = chat.tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text += f"⟦{piece}⟧" if mask[start] else piece
+        start = stop
+    return text
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "deepseek-v3"])
+def test_thinking_in_the_content_is_thinking(name):
+    chat = chat_of(FAMILIES[name])
+    found = [marked(chat, sample) for sample in samples(chat, {"messages": TAGGED})]
+    assert found == EXPECTED[name, "thinking"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gpt-oss", "deepseek-v3"])
+def test_thinking_is_masked_where_asked(name):
+    chat = chat_of(FAMILIES[name])
+    kept, masked = (samples(chat, {"messages": THINKING}, reasoning=how) for how in ("keep", "mask"))
+    for whole, part, answer in zip(kept, masked, "46", strict=True):
+        assert part.input_ids.tolist() == whole.input_ids.tolist()
+        assert part.split == whole.split
+        (own,) = re.findall("⟦([^⟧]*)⟧", marked(chat, part))
+        assert "easy" not in own and "also" not in own
+        head = f"<|start|>assistant{FINAL}" if name == "gpt-oss" else ""
+        end = {"gpt-oss": "<|return|>", "deepseek-v3": DSE}.get(name, E)
+        assert own == f"{head}{answer}{end}"
+
+
+def test_an_answer_cut_while_thinking_is_all_thinking():
+    row = {
+        "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>\nwell, two and"}],
+        "finished": False,
+    }
+    chat = chat_of(FAMILIES["deepseek-v3"])
+    assert samples(chat, row, reasoning="mask") == ()
+    assert marked(chat, samples(chat, row)[0]).endswith("⟦<think>\nwell, two and⟧")
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+def test_generation_marks_change_nothing(fast):
+    plain = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    marks = (
+        "{{- '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{- m.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}"
+    )
+    assert plain in SMOLLM2.template
+    template = SMOLLM2.template.replace(plain, marks)
+    chat = chat_of(Family(template, SMOLLM2.specials, SMOLLM2.bos, SMOLLM2.ends), fast)
+    (sample,) = samples(chat, ROWS["chat"])
+    assert [marked(chat, sample)] == EXPECTED["smollm2", "chat"]
+    if fast:  # transformers' own mask, which only fast tokenizers have
+        theirs = chat.tokenizer.apply_chat_template(
+            CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        count = len(sample.input_ids)
+        assert theirs["input_ids"][:count] == sample.input_ids.tolist()
+        assert theirs["assistant_masks"][:count] == sample.loss_mask.tolist()
+
+
+turns = st.lists(st.text(st.sampled_from("ab \n.é7"), min_size=1, max_size=8), min_size=2, max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", FAMILIES)
+@given(turns)
+def test_before_every_span_stands_the_generation_prompt(name, texts):
+    """Each supervised span's prefix is what the target is given, an empty think block aside; and BOS stands once."""
+    chat = chat_of(FAMILIES[name])
+    messages = talk(*texts[: len(texts) // 2 * 2])["messages"]
+    if not all(message["content"].strip() for message in messages):
+        return
+    histories = [messages[:j] for j in range(1, len(messages), 2)]
+    wanted = [prompt_ids(chat, history) for history in histories]
+    spans = []
+    for sample in samples(chat, {"messages": messages}):
+        ids, mask = sample.input_ids.tolist(), sample.loss_mask.tolist()
+        spans += [ids[:i] for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
+        assert ids[:2].count(chat.tokenizer.bos_token_id) <= 1
+    blocks = {"qwen3": NOTHING, "qwen3.5": "\n</think>\n\n"}
+    if name in blocks:
+        # As the template itself writes it for a target that is asked not to think.
+        kwargs = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        texts_given = [chat.tokenizer.apply_chat_template(history, **kwargs) for history in histories]
+        assert texts_given == [render(chat, history, True) + blocks[name] for history in histories]
+        wanted = [encode_texts(chat.tokenizer, [text])[0] for text in texts_given]
+    assert spans == wanted
+
+
+def test_a_day_later_the_tokens_are_the_same():
+    for name in ("llama3.1", "gpt-oss"):
+        chat = chat_of(FAMILIES[name])
+        assert chat.dated
+        assert "2024" in render(chat, CHAT, True)
+        # transformers, left alone, writes today's.
+        assert "2024" not in chat.tokenizer.apply_chat_template(CHAT, tokenize=False).replace("December 2023", "")
+    assert not chat_of(GEMMA3).dated
+    computed = LLAMA31.template.replace('"%d %b %Y"', '"%d %b" + " %Y"')
+    chat = chat_of(Family(computed, LLAMA31.specials, LLAMA31.bos, LLAMA31.ends))
+    assert chat.dated and "Today Date: 2024-07-26" in render(chat, CHAT, True)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "rule"),
+    [
+        (GEMMA3.template, CHAT[:2] + CHAT[1:], "roles must alternate"),
+        # The family's older template has no system role at all.
+        (
+            GEMMA3.template.replace(
+                "{% set prefix, messages", "{{ raise_exception('System role not supported') }}{% set prefix, messages"
+            ),
+            CHAT,
+            "System role not supported",
+        ),
+        (GEMMA3.template, THINKING, "leaves the answer's reasoning out"),
+        (
+            GEMMA3.template.partition("{%- if add_generation_prompt")[0],
+            CHAT,
+            "writes '<start_of_turn>model' before the answer but has no generation prompt",
+        ),
+        ("{{ bos_token }}" + GEMMA3.template, CHAT, "begins with two <bos> tokens"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_its_row(template, messages, rule):
+    chat = chat_of(Family(template, GEMMA3.specials, GEMMA3.bos, GEMMA3.ends))
+    with pytest.raises(BadRow, match=rf"^rows\.jsonl:1: .*{rule}"):
+        samples(chat, {"messages": messages})
+    assert samples(chat, {"messages": messages}, skip_bad_rows=True) == ()
+
+
+def test_a_turn_costs_its_own_tokens_and_not_those_of_all_before_it(monkeypatch):
+    chat = chat_of(FAMILIES["phi4"])
+    texts = ["word " * 30] * 40
+    counted = []
+    from target import turns as module
+
+    encode = module.encode_texts
+    monkeypatch.setattr(
+        module, "encode_texts", lambda tk, texts: counted.append(sum(map(len, texts))) or encode(tk, texts)
+    )
+    messages = talk(*texts)["messages"]
+    found = samples(chat, {"messages": messages})
+    assert len(found) == 1
+    whole = len(render(chat, messages, False))
+    assert sum(counted) < 1.2 * whole
+    assert (
+        found[0].input_ids.tolist()
+        == encode_texts(chat.tokenizer, [render(chat, messages, False)])[0][: len(found[0].input_ids)]
+    )
+
+
+def test_split_turns_needs_no_content():
+    chat = chat_of(FAMILIES["phi4"])
+    (turn,) = split_turns(chat, talk("Hi", "")["messages"])
+    assert turn.answer == E
