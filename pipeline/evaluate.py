@@ -130,8 +130,8 @@ def cache_prompts(cache: Cache, split: str, limit: int | None) -> list[Prompt]:
 def file_prompts(reference: TargetRef, path: str, limit: int | None) -> list[Prompt]:
     """(row's hash, ids) of each prompt of a file, up to its first answer, rendered by the target's template. Raises DataError."""
     chat = open_chat(reference)
-    (scan,) = scan_files((path,), limit)
-    return [(prompt.sample_id, prompt_ids(chat, prompt.first_messages())) for prompt in read_prompts(scan)]
+    prompts = [prompt for scan in scan_files((path,), limit) for prompt in read_prompts(scan)]
+    return [(prompt.sample_id, prompt_ids(chat, prompt.first_messages())) for prompt in prompts]
 
 
 def check_same_target(draft: Draft, identity: Identity, path: str) -> None:

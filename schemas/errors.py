@@ -40,6 +40,10 @@ class CaptureFault(DflashError):
     """The target produced something that must not be stored: a non-finite value or an all-zero layer."""
 
 
+class ServerFault(DflashError):
+    """A server that was asked for answers cannot be reached, fails, or gives something else; the same command goes on."""
+
+
 class CacheDamaged(DflashError):
     """A complete cache whose objects are missing, short or corrupt; the message names them."""
 
