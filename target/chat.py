@@ -7,11 +7,12 @@ that the target was asked not to think. Everything else that stands there is the
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from schemas.errors import DataError, TargetError
 from target.load import TargetRef, eos_ids, load_tokenizer
@@ -32,7 +33,8 @@ class Chat:
     """A tokenizer with its template and the ids, with their texts, that end an answer.
 
     `splits_anywhere` is false where the tokenizer treats the beginning of a text differently (it prepends a space).
-    `template` is the tokenizer's, its date frozen; `dated` says that it writes one.
+    `template` is the tokenizer's, its date frozen; `dated` says that it writes one. `compiled` renders it without
+    transformers' checks of its input, where the tokenizer has no rendering of its own; `names` are what it may use.
     """
 
     tokenizer: Any
@@ -41,6 +43,8 @@ class Chat:
     splits_anywhere: bool
     template: str
     dated: bool
+    compiled: Any = None
+    names: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,20 @@ def open_chat(ref: TargetRef) -> Chat:
         raise TargetError(f"target {ref.name!r}: its tokenizer has none of the end tokens {eos}; correct eos_token_id")
     template = frozen_date(tokenizer.chat_template)
     dated = template != tokenizer.chat_template
-    return Chat(tokenizer, frozenset(eos), texts, _splits_anywhere(tokenizer, texts), template, dated)
+    splits, compiled = _splits_anywhere(tokenizer, texts), _compiled(tokenizer, template)
+    names = {} if compiled is None else {**compiled.globals, **tokenizer.special_tokens_map}
+    return Chat(tokenizer, frozenset(eos), texts, splits, template, dated, compiled, names)
+
+
+def _compiled(tokenizer: Any, template: str) -> Any:
+    # apply_chat_template copies and checks every message each time: half of what tokenising costs. Ours are plain already.
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+    try:
+        return None if compile_template is None else compile_template(template)
+    except Exception:  # a template with a fault of syntax: reported where it is rendered
+        return None
 
 
 def _splits_anywhere(tokenizer: Any, ends: Sequence[str]) -> bool:
@@ -102,6 +119,8 @@ def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 def render(chat: Chat, messages: Sequence[Message], generation_prompt: bool, tools: Any = None) -> str:
     """The template's text for the messages. Raises DataError where the template refuses them."""
     try:
+        if chat.compiled is not None and tools is None:
+            return _render_plain(chat, messages, generation_prompt)
         text = chat.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=tools,
@@ -115,6 +134,18 @@ def render(chat: Chat, messages: Sequence[Message], generation_prompt: bool, too
             f"the target's chat template refuses the conversation ({type(fault).__name__}: {lines[0][:200]})"
         ) from None
     return str(text)
+
+
+def _render_plain(chat: Chat, messages: Sequence[Message], generation_prompt: bool) -> str:
+    # What apply_chat_template gives a template: no keys that are null, and reasoning under the names that templates read.
+    plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    for message in plain:
+        if "reasoning_content" in message:
+            message.setdefault("thinking", message["reasoning_content"])
+    given = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": generation_prompt}
+    # As Template.render does, without merging the names anew each time.
+    context = chat.compiled.new_context({**chat.names, **given}, shared=True)
+    return "".join(chat.compiled.root_render_func(context))
 
 
 def prompt_ids(chat: Chat, messages: Sequence[Message], tools: Any = None) -> list[int]:

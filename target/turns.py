@@ -7,8 +7,10 @@ from typing import Any
 from schemas.errors import DataError
 from target.chat import EMPTY_THINK, MARK, Chat, Message, Turn, encode_texts, render
 
-# A text's ids depend on what stands before it only through the first few characters: no merge reaches further.
+# A text's ids depend on what stands before it only through its first word and the blanks around that: merges stop there,
+# or, in a script without spaces, long before so many characters.
 SEAM_CHARS = 32
+FIRST_WORD = re.compile(r"\s*\S*\s?")
 
 
 def split_turns(chat: Chat, messages: Sequence[Message], finished: bool = True, tools: Any = None) -> list[Turn]:
@@ -155,16 +157,19 @@ def encode_turns(chat: Chat, turns: Sequence[Turn]) -> list[tuple[list[int], lis
 def _encode_joined(chat: Chat, parts: Sequence[tuple[str, str, list[int], list[int]]]) -> list[list[int]]:
     # Ids of first + second for (first, second, its ids, its ids): the two after each other unless they merge at the seam,
     # which the few characters around it show.
-    seams = {(first[-SEAM_CHARS:], second[:SEAM_CHARS]) for first, second, _, _ in parts}
+    seams = [(first[-SEAM_CHARS:], _first_word(second)) for first, second, _, _ in parts]
     texts = sorted({text for one, other in seams for text in (one, other, one + other)})
     known = dict(zip(texts, encode_texts(chat.tokenizer, texts), strict=True))
-    clean = {(one, other): known[one] + known[other] == known[one + other] for one, other in seams}
-    merging = [first + second for first, second, _, _ in parts if not clean[first[-SEAM_CHARS:], second[:SEAM_CHARS]]]
+    clean = [known[one] + known[other] == known[one + other] for one, other in seams]
+    merging = [first + second for (first, second, _, _), apart in zip(parts, clean, strict=True) if not apart]
     merged = iter(encode_texts(chat.tokenizer, merging))
-    return [
-        ids + more if clean[first[-SEAM_CHARS:], second[:SEAM_CHARS]] else next(merged)
-        for first, second, ids, more in parts
-    ]
+    return [ids + more if apart else next(merged) for (_, _, ids, more), apart in zip(parts, clean, strict=True)]
+
+
+def _first_word(text: str) -> str:
+    found = FIRST_WORD.match(text, 0, SEAM_CHARS)
+    assert found is not None
+    return found[0]
 
 
 def _encode_whole(chat: Chat, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
