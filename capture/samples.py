@@ -2,8 +2,10 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +16,12 @@ from schemas.errors import DataError
 from schemas.options import DataFormat, Reasoning
 from target.chat import Chat, Turn
 from target.reasoning import without_reasoning
-from target.rendered import leading_ids, text_turns
+from target.rendered import text_turns
 from target.turns import check_answer, encode_turns, split_turns
 
 # Rows that are tokenised in one call.
 GROUP_ROWS = 256
+Encoded = list[tuple[list[int], list[int]]]
 NOTHING_SUPERVISED = "nothing supervised within max length"
 TOO_SHORT = "fewer than two supervised tokens"
 EMPTY = "empty content"
@@ -76,20 +79,52 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
     Raises BadRow (`file:line: ...`) for the first row that is malformed or that the chat template cannot render, unless
     bad rows are skipped.
     """
-    remaining = iter(lines)
-    while group := list(islice(remaining, GROUP_ROWS)):
-        prepared = [_prepare(chat, line, rules) for line in group]
-        turns = [turn for item in prepared if isinstance(item, _Prepared) for turn in item.turns]
-        encoded = iter(encode_turns(chat, turns))
-        for item in prepared:
-            if isinstance(item, RowResult):
-                yield item
-                continue
-            pairs = list(islice(encoded, len(item.turns)))
-            try:
-                yield _finish(chat, item, pairs, rules)
-            except BadRow as fault:
-                yield _left_out(fault, rules)
+    # While one group is tokenised, outside of Python's lock, the next one is read and rendered.
+    with ThreadPoolExecutor(1) as pool:
+        waiting: tuple[list[_Prepared | RowResult], Future[Encoded]] | None = None
+        for prepared in _groups(chat, lines, rules):
+            fault = prepared.pop() if isinstance(prepared[-1], BadRow) else None
+            turns = [turn for item in prepared if isinstance(item, _Prepared) for turn in item.turns]
+            encoded = pool.submit(encode_turns, chat, turns)
+            if waiting is not None:
+                yield from _finish_group(chat, *waiting, rules)
+            waiting = prepared, encoded
+            if fault is not None:
+                yield from _finish_group(chat, *waiting, rules)
+                raise fault
+        if waiting is not None:
+            yield from _finish_group(chat, *waiting, rules)
+
+
+def _groups(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[list[Any]]:
+    # Rows that are tokenised in one call. The last group ends with the BadRow that stops the reading, if one does.
+    group: list[_Prepared | RowResult | BadRow] = []
+    for line in lines:
+        try:
+            group.append(_prepare(chat, line, rules))
+        except BadRow as fault:
+            yield [*group, fault]
+            return
+        if len(group) == GROUP_ROWS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _finish_group(
+    chat: Chat, prepared: Sequence["_Prepared | RowResult"], encoded: Future[Encoded], rules: SampleRules
+) -> Iterator[RowResult]:
+    pairs = iter(encoded.result())
+    for item in prepared:
+        if isinstance(item, RowResult):
+            yield item
+            continue
+        own = list(islice(pairs, len(item.turns)))
+        try:
+            yield _finish(chat, item, own, rules)
+        except BadRow as fault:
+            yield _left_out(fault, rules)
 
 
 @dataclass(frozen=True)
@@ -148,7 +183,7 @@ def _finish(chat: Chat, item: _Prepared, pairs: Sequence[tuple[list[int], list[i
         _check_ids(item.given.input_ids, where, rules.vocab_size)
         pieces = [(0, item.given.input_ids, item.given.loss_mask)]
     elif item.plain:
-        pieces = [_plain_piece(leading_ids(chat.tokenizer), pairs[0][1])]
+        pieces = [_plain_piece(list(chat.lead), pairs[0][1])]
     else:
         for turn, (_, answer) in zip(item.turns, pairs, strict=True):
             try:
@@ -156,7 +191,7 @@ def _finish(chat: Chat, item: _Prepared, pairs: Sequence[tuple[list[int], list[i
             except DataError as fault:
                 raise BadRow(f"{where}: {fault}", "end of turn") from None
         if conversation.text is not None:
-            lead = leading_ids(chat.tokenizer)
+            lead = list(chat.lead)
             pairs = [(context if context[: len(lead)] == lead else lead + context, own) for context, own in pairs]
         pieces = join_turns(pairs)
     samples, reason = [], NOTHING_SUPERVISED

@@ -1,9 +1,7 @@
 """Texts that a chat template rendered already: where in them the target's own words stand, by what the template writes around."""
 
-from typing import Any
-
 from schemas.errors import DataError
-from target.chat import EMPTY_THINK, MARK, Chat, Turn, encode_texts, render
+from target.chat import EMPTY_THINK, MARK, Chat, Turn, render
 
 QUESTION = MARK.replace("answer", "question")
 
@@ -39,10 +37,3 @@ def text_turns(chat: Chat, text: str) -> list[Turn]:
         turns.append(Turn(text[:start], text[start:stop], bool(ends)))
         place = text.find(header, stop)
     return turns
-
-
-def leading_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer sets before a text by itself: the BOS token, or nothing."""
-    plain, full = encode_texts(tokenizer, ["x"])[0], list(tokenizer("x")["input_ids"])
-    place = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
-    return full[:place]
