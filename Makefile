@@ -32,9 +32,10 @@ test: setup ## run the tests (not the slow ones)
 test-slow: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-bench: setup ## measure reading and capturing, as ratios in the same run (on an otherwise idle machine)
+bench: setup ## measure reading, capturing and tokenising, as ratios in the same run (on an otherwise idle machine)
 	$(BIN)/python benchmarks/reading.py
 	$(BIN)/python benchmarks/capturing.py
+	$(BIN)/python benchmarks/tokenising.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

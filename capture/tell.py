@@ -12,7 +12,7 @@ def first_skipped_record(first_skipped: dict[str, str]) -> dict[str, str]:
 
 
 def tell_data(manifest: Manifest, collected: Collected, say: Say) -> None:
-    """Tell what became of every row, and warn of what costs acceptance."""
+    """Tell what became of every row, and warn as below."""
     for source in manifest.sources:
         skipped = ", ".join(f"{count} {reason}" for reason, count in source.skipped.items()) or "none skipped"
         say.note(f"{source.path}: {source.kept} of {source.rows} rows kept ({skipped})")
@@ -22,6 +22,11 @@ def tell_data(manifest: Manifest, collected: Collected, say: Say) -> None:
         say.note(f"{collected.truncated} samples cut at {manifest.identity.max_length} tokens")
     if collected.duplicates:
         say.note(f"{collected.duplicates} exact duplicates are captured once")
+    warn_of_data(manifest, collected, say)
+
+
+def warn_of_data(manifest: Manifest, collected: Collected, say: Say) -> None:
+    """Warn of what costs acceptance."""
     counts, name = collected.counts, manifest.identity.target.name
     if counts["retokenised"]:
         say.warn(f"{counts['retokenised']} rows bring ids of another tokenizer: their text was tokenised anew")

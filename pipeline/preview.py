@@ -11,7 +11,7 @@ from rich.text import Text
 from capture.plan import Collected, build_plan, collect
 from capture.samples import Sample
 from capture.settings import Settings, sample_rules, settle
-from capture.tell import tell_data
+from capture.tell import warn_of_data
 from pipeline.inspect import rows_text, sources_text, totals_rows
 from schemas.manifest import Manifest
 from schemas.options import CaptureOptions
@@ -30,7 +30,7 @@ def preview(options: CaptureOptions, samples: int, say: Say) -> None:
         settings.chat, settings.scans, sample_rules(settings), lambda done, total: say.progress("reading", done, total)
     )
     manifest = _manifest(settings, collected)
-    tell_data(manifest, collected, say)
+    warn_of_data(manifest, collected, say)
     out = RichConsole(highlight=False, emoji=False, soft_wrap=True)
     colour = out.is_terminal and out.color_system is not None and not out.no_color
     for sample in spread(collected.samples, samples):
