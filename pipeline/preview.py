@@ -8,15 +8,15 @@ from rich.console import Console as RichConsole
 from rich.style import Style
 from rich.text import Text
 
-from capture.plan import Collected, build_plan, collect
+from capture.plan import Collected
+from capture.planning import plan_capture
 from capture.samples import Sample
-from capture.settings import Settings, sample_rules, settle
+from capture.settings import scan_data, settle
 from capture.tell import warn_of_data
 from pipeline.inspect import rows_text, sources_text, totals_rows
 from schemas.manifest import Manifest
 from schemas.options import CaptureOptions
 from schemas.say import Say
-from target.tokens import mask_token
 
 SUPERVISED, SPECIAL = Style(color="green", bold=True), Style(color="magenta", dim=True)
 BARS = " ▏▎▍▌▋▊▉█"
@@ -25,32 +25,14 @@ BAR_WIDTH, BINS = 40, 8
 
 def preview(options: CaptureOptions, samples: int, say: Say) -> None:
     """Print the preview to standard output. Raises the UserErrors of a capture; nothing is written."""
-    settings = settle(options, say)
-    collected = collect(
-        settings.chat, settings.scans, sample_rules(settings), lambda done, total: say.progress("reading", done, total)
-    )
-    manifest = _manifest(settings, collected)
+    settings, scans = settle(options, say), scan_data(options, say)
+    manifest, _, collected = plan_capture(settings, scans, say)
     warn_of_data(manifest, collected, say)
     out = RichConsole(highlight=False, emoji=False, soft_wrap=True)
     colour = out.is_terminal and out.color_system is not None and not out.no_color
     for sample in spread(collected.samples, samples):
         out.print(sample_text(settings.chat.tokenizer, sample, colour))
     out.print(report_text(manifest, collected), markup=False)
-
-
-def _manifest(settings: Settings, collected: Collected) -> Manifest:
-    # As capture's, without what only the machine that captures knows.
-    identity, options = settings.identity, settings.options
-    mask_id, source = mask_token(settings.chat, identity.target.vocab_size, options.mask_token_id, collected.seen)
-    _, totals = build_plan(collected, identity.shard_tokens, identity.batch_tokens)
-    return Manifest(
-        complete=False,
-        identity=identity.model_copy(update={"mask_token_id": mask_id}),
-        sources=collected.sources,
-        totals=totals,
-        mask_token_source=source,
-        record={},
-    )
 
 
 def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
