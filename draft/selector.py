@@ -27,6 +27,25 @@ class CandidateSelector(nn.Module):
         right_RKr = nn.functional.embedding(candidate_RK, self.successor_codebook)
         return self._rescore(self.hidden_projection(hidden_RH), unary_RK, right_RKr, predecessor_R)
 
+    def scores_backward(
+        self, hidden_RH: Tensor, candidate_RK: Tensor, predecessor_R: Tensor, gradient_RK: Tensor
+    ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+        """From the gradient of `scores` to that of the hidden states [R, H] (the unary term left out) and of the parameters.
+
+        Holds tensors of [R, r], where autograd's own pass would hold [R, K, r]: sum over k of g_k <left, B(b_k)> is
+        <left, sum over k of g_k B(b_k)>, a weighted bag of rows. Candidates without a gradient cost what the others do.
+        """
+        parameters = list(self.parameters())
+        with torch.enable_grad():
+            hidden_RH = hidden_RH.detach().requires_grad_()
+            weights_RK = gradient_RK.to(self.successor_codebook.dtype)
+            bag_Rr = nn.functional.embedding_bag(
+                candidate_RK, self.successor_codebook, per_sample_weights=weights_RK, mode="sum"
+            )
+            total = (self._left(self.hidden_projection(hidden_RH), predecessor_R) * bag_Rr).sum()
+        gradient_RH, *gradients = torch.autograd.grad(total, [hidden_RH, *parameters])
+        return gradient_RH, dict(zip(parameters, gradients, strict=True))
+
     def walk(self, hidden_NBH: Tensor, logits_NBV: Tensor, verified_N: Tensor) -> tuple[Tensor, Tensor]:
         """Greedy path through slots 1..B-1, left to right from the verified token of slot 0.
 
@@ -43,5 +62,7 @@ class CandidateSelector(nn.Module):
         return torch.stack(path, 1), candidate_NBK
 
     def _rescore(self, projected_Rr: Tensor, unary_RK: Tensor, right_RKr: Tensor, predecessor_R: Tensor) -> Tensor:
-        left_Rr = nn.functional.embedding(predecessor_R, self.predecessor_codebook) * projected_Rr
-        return unary_RK + (right_RKr @ left_Rr[:, :, None])[:, :, 0]
+        return unary_RK + (right_RKr @ self._left(projected_Rr, predecessor_R)[:, :, None])[:, :, 0]
+
+    def _left(self, projected_Rr: Tensor, predecessor_R: Tensor) -> Tensor:
+        return nn.functional.embedding(predecessor_R, self.predecessor_codebook) * projected_Rr

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cache.head import TargetHead
-from draft.blocks import Blocks, PackedSamples
+from draft.blocks import Blocks, PackedSamples, block_inputs, block_labels, block_valid
 from draft.model import Draft, new_draft
 from schemas.draft import ARCHITECTURES, DraftConfig
 from schemas.errors import DraftError
@@ -168,6 +168,29 @@ def naive_forward(draft: Draft, samples: PackedSamples, embeds_NBH: Tensor, bloc
                 states = states + inner
         output.append(naive_norm(states, weights["norm.weight"], config.rms_norm_eps))
     return torch.stack(output)
+
+
+def full_objective(
+    draft: Draft, head: TargetHead, samples: PackedSamples, blocks: Blocks, gamma: float
+) -> dict[str, Tensor]:
+    """The sums of the losses from the logits of every slot at once, slot by slot in loops, with autograd's own gradients."""
+    states = draft(samples.hidden_TLH, samples.lengths, head.embed(block_inputs(samples, blocks, MASK)), blocks)
+    logits, valid = head.logits(states), block_valid(samples, blocks)
+    labels, selector = block_labels(samples, blocks), draft.candidate_selector
+    sums = {name: torch.zeros(()) for name in ("base_loss", "base_weight", "selector_loss", "selector_weight")}
+    for n, k in valid.nonzero().tolist():
+        weight, label = math.exp(-(k - int(blocks.prefix_N[n])) / gamma), labels[n, k]
+        sums["base_loss"] = sums["base_loss"] - weight * logits[n, k].log_softmax(0)[label]
+        sums["base_weight"] = sums["base_weight"] + weight
+        if selector is None:
+            continue
+        candidates = logits[n, k].argsort(descending=True)[: selector.top_k]
+        if label in candidates:
+            left = selector.predecessor_codebook[labels[n, k - 1]] * selector.hidden_projection(states[n, k])
+            scores = logits[n, k][candidates] + selector.successor_codebook[candidates] @ left
+            sums["selector_loss"] = sums["selector_loss"] - weight * scores.log_softmax(0)[candidates == label][0]
+            sums["selector_weight"] = sums["selector_weight"] + weight
+    return sums if selector is not None else {name: sums[name] for name in ("base_loss", "base_weight")}
 
 
 def assert_near(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:

@@ -108,8 +108,9 @@ def assert_scalars(expect: dict[str, float], sums: Sums, loss: Tensor) -> None:
     assert checked == set(expect), f"expected figures that nothing checks: {set(expect) - checked}"
 
 
+@pytest.mark.parametrize("sliced", [None, 5], ids=["default", "slices-of-5"])
 @pytest.mark.parametrize("folder", CASES, ids=lambda folder: folder.name)
-def test_golden_case(folder: Path) -> None:
+def test_golden_case(folder: Path, sliced: int | None) -> None:
     case = json.loads((folder / "case.json").read_text())
     if case["kind"] not in ARCHITECTURES:
         pytest.skip(f"kind {case['kind']!r} is not implemented")
@@ -125,7 +126,7 @@ def test_golden_case(folder: Path) -> None:
 
     captured: list[Tensor] = []
     handle = draft.register_forward_hook(lambda _module, _inputs, output: captured.append(output))
-    sums = objective(draft, head, samples, blocks, options, draft.config.dflash_config.mask_token_id)
+    sums = objective(draft, head, samples, blocks, options, draft.config.dflash_config.mask_token_id, sliced)
     handle.remove()
     loss = total_loss(sums, sums, options)
     loss.backward()

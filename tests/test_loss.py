@@ -1,6 +1,7 @@
 """The losses of a slice against loops over its slots."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,16 @@ from torch import Tensor
 
 from cache.head import TargetHead
 from draft.selector import CandidateSelector
-from train.loss import dflash2_loss, dflash_loss
+from train.loss import Slots, cross_entropy_, dflash2_loss, dflash_loss
+
+ROWS = 7
 
 
-def slots(count: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, labels, weights and predecessors."""
+def slots(count: int = 9) -> Slots:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, 32, generator=generator)
     labels, before = torch.randint(0, VOCAB, (2, count), generator=generator)
-    return hidden, labels, torch.rand(count, generator=generator) + 0.1, before
+    return Slots(hidden, labels, torch.rand(count, generator=generator) + 0.1, before)
 
 
 def lively_selector() -> CandidateSelector:
@@ -42,9 +44,9 @@ def cross_entropy(scores: list[float], index: int) -> float:
 
 @pytest.mark.parametrize("scales", [{}, {"logit_scale": 0.5, "logit_softcap": 2.0}])
 def test_dflash_is_weighted_cross_entropy(scales: dict[str, Any]) -> None:
-    hidden, labels, weights, _ = slots()
-    head = random_head(**scales)
-    found = dflash_loss(hidden, labels, weights, head)
+    given, head = slots(), random_head(**scales)
+    hidden, labels, weights = given.hidden_RH, given.label_R, given.weight_R
+    found = dflash_loss(given, head, ROWS)
     logits = [naive_logits(row, head) for row in hidden]
     expected = sum(w * cross_entropy(row, int(y)) for row, y, w in zip(logits, labels, weights.tolist(), strict=True))
     assert found.sums["base_loss"].item() == pytest.approx(expected, rel=1e-5)
@@ -53,12 +55,10 @@ def test_dflash_is_weighted_cross_entropy(scales: dict[str, Any]) -> None:
 
 
 def test_dflash2_adds_the_selector_over_its_candidates() -> None:
-    hidden, labels, weights, before = slots(40)
-    head, selector = random_head(), lively_selector()
-    found = dflash2_loss(hidden, labels, weights, before, head, selector)
-    assert found.sums["base_loss"].item() == pytest.approx(
-        dflash_loss(hidden, labels, weights, head).sums["base_loss"].item()
-    )
+    given, head, selector = slots(40), random_head(), lively_selector()
+    hidden, labels, weights, before = given.hidden_RH, given.label_R, given.weight_R, given.predecessor_R
+    found = dflash2_loss(given, head, ROWS, selector)
+    assert found.sums["base_loss"].item() == pytest.approx(dflash_loss(given, head, ROWS).sums["base_loss"].item())
     total, weight, correct, recalled = 0.0, 0.0, [], []
     for row, label, slot_weight, previous in zip(
         hidden, labels.tolist(), weights.tolist(), before.tolist(), strict=True
@@ -80,18 +80,28 @@ def test_dflash2_adds_the_selector_over_its_candidates() -> None:
 
 
 def test_the_selectors_loss_reaches_the_backbone() -> None:
-    hidden, labels, weights, before = slots(40)
-    hidden.requires_grad_()
-    found = dflash2_loss(hidden, labels, weights, before, random_head(), lively_selector())
-    (gradient,) = torch.autograd.grad(found.sums["selector_loss"], hidden)
-    recalled = found.hits["recalled"]
+    found = dflash2_loss(slots(40), random_head(), ROWS, lively_selector())
+    gradient, recalled = found.slot_gradients["selector_loss"], found.hits["recalled"]
     assert (gradient[recalled].abs().sum(1) > 0).all() and (gradient[~recalled] == 0).all()
 
 
 def test_no_candidate_is_the_true_token() -> None:
-    hidden, _, weights, before = slots()
-    head, selector = random_head(), lively_selector()
-    worst = head.logits(hidden).argmin(-1)
-    found = dflash2_loss(hidden, worst, weights, before, head, selector)
+    given, head, selector = slots(), random_head(), lively_selector()
+    worst = replace(given, label_R=head.logits(given.hidden_RH).argmin(-1))
+    found = dflash2_loss(worst, head, ROWS, selector)
     assert found.sums["selector_loss"] == 0 and found.sums["selector_weight"] == 0
     assert not found.hits["correct"].any() and not found.hits["recalled"].any()
+    assert all((gradient == 0).all() for gradient in found.parameter_gradients["selector_loss"].values())
+
+
+@pytest.mark.parametrize("spread", [1e-4, 1.0, 300.0])
+def test_cross_entropy_in_place_is_the_definition_however_far_the_logits_spread(spread: float) -> None:
+    """At a spread of 300 the label's own probability is below the smallest float32: its loss must not be infinite."""
+    generator = torch.Generator().manual_seed(0)
+    logits, label = torch.randn(30, 50, generator=generator) * spread, torch.arange(30)
+    wide = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide, label, reduction="none")
+    expected.sum().backward()
+    loss = cross_entropy_(logits, label[:, None], *logits.max(-1, keepdim=True))
+    assert torch.allclose(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert wide.grad is not None and torch.allclose(logits.double(), wide.grad, atol=2e-6 * max(1.0, spread))

@@ -2,17 +2,19 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from reference import MASK, lively_draft, random_head, random_samples, small_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import MASK, VOCAB, full_objective, lively_draft, random_head, random_samples, small_config
 from torch import Tensor
 
 from draft.blocks import Blocks, PackedSamples, anchors_of, block_inputs, block_labels, block_valid, make_blocks
 from draft.model import Draft
 from schemas.options import LossOptions
-from train.objective import denominators, objective, resolve_gamma, slot_weights, total_loss
+from train.objective import base_weight, objective, resolve_gamma, slot_weights, total_loss
+from train.slices import SlicedHead
 
 LENGTHS = (13, 18, 11)
 OPTIONS = LossOptions(gamma=2.0, selector_weight=0.7)
@@ -97,31 +99,69 @@ def test_unsupervised_slots_neither_count_nor_stop() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
-@pytest.mark.parametrize("rows", [1, 7, 1000])
-def test_slices_change_nothing_but_rounding(kind: str, rows: int) -> None:
-    draft, head = lively_draft(small_config(kind)), random_head()
+@pytest.mark.parametrize("scales", [{}, {"logit_scale": 0.5, "logit_softcap": 2.0}])
+@given(rows=st.integers(1, 80), seed=st.integers(0, 3), prefix=st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_slices_are_the_whole(kind: str, scales: dict[str, float], rows: int, seed: int, prefix: bool) -> None:
+    """Value and gradient of the objective over all logits at once, by autograd alone, whatever the size of the slices."""
+    draft, head = lively_draft(small_config(kind), seed), random_head(**scales)
+    samples, blocks = micro_batch(prefix)
+    expected_sums = full_objective(draft, head, samples, blocks, 2.0)
+    loss = total_loss(expected_sums, expected_sums, OPTIONS)
+    expected = gradients(draft, loss)
+    sums = objective(draft, head, samples, blocks, OPTIONS, MASK, rows=rows)
+    for key, value in expected_sums.items():
+        assert sums[key].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-6), key
+        assert sums[key].dtype == value.dtype
+    found = gradients(draft, total_loss(sums, sums, OPTIONS))
+    assert_same(found, {name: expected[name] for name in found})
+    assert found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_bfloat16_logits_are_as_near_as_their_rounding(kind: str) -> None:
+    """Under autocast with a bfloat16 head, against autograd over all logits from the same states: a rounding is 1 in 256.
+
+    The sums, in float32, within 0.5%; each gradient within 2% of its norm.
+    """
+    changes = {"selector_top_k": VOCAB} if kind == "dflash2" else {}  # no token is a candidate by a rounding only
+    draft, head = lively_draft(small_config(kind, **changes)), random_head().to("cpu", torch.bfloat16)
     samples, blocks = micro_batch()
-    whole = objective(draft, head, samples, blocks, OPTIONS, MASK)
-    expected = gradients(draft, total_loss(whole, whole, OPTIONS))
-    sliced = objective(draft, head, samples, blocks, OPTIONS, MASK, slice_rows=rows)
-    assert sliced.keys() == whole.keys()
-    for key in whole:
-        assert sliced[key].item() == pytest.approx(whole[key].item(), rel=1e-5), key
-    assert_same(gradients(draft, total_loss(sliced, sliced, OPTIONS)), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        full = full_objective(draft, head, samples, blocks, 2.0)
+        expected = gradients(draft, total_loss(full, full, OPTIONS))
+        sums = objective(draft, head, samples, blocks, OPTIONS, MASK, rows=9)
+    found = gradients(draft, total_loss(sums, sums, OPTIONS))
+    for name, value in full.items():
+        assert sums[name].dtype == torch.float32
+        assert sums[name].item() == pytest.approx(value.item(), rel=0.005)
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        assert (gradient - expected[name]).norm() <= 0.02 * expected[name].norm(), name
+
+
+def test_a_measurement_is_for_one_backward_pass() -> None:
+    draft, head = lively_draft(small_config("dflash2")), random_head()
+    sums = objective(draft, head, *micro_batch(), OPTIONS, MASK)
+    loss = total_loss(sums, sums, OPTIONS)
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="used up"):
+        loss.backward()
 
 
 def test_only_supervised_slots_reach_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, head = lively_draft(small_config("dflash2")), random_head()
     samples, blocks = micro_batch()
     seen: list[int] = []
-    real = type(head).logits
+    real = SlicedHead.logits
 
-    def watched(self: Any, hidden_RH: Tensor) -> Tensor:
-        seen.append(len(hidden_RH))
-        return real(self, hidden_RH)
+    def watched(self: SlicedHead, hidden_rH: Tensor) -> Tensor:
+        seen.append(len(hidden_rH))
+        return real(self, hidden_rH)
 
-    monkeypatch.setattr(type(head), "logits", watched)
-    objective(draft, head, samples, blocks, OPTIONS, MASK, slice_rows=10)
+    monkeypatch.setattr(SlicedHead, "logits", watched)
+    monkeypatch.setattr(type(head), "logits", None)
+    objective(draft, head, samples, blocks, OPTIONS, MASK, rows=10)
     assert sum(seen) == int(block_valid(samples, blocks).sum()) and max(seen) <= 10
 
 
@@ -138,10 +178,10 @@ def test_micro_batches_add_up_to_the_step(kind: str) -> None:
         rows = slice(start, start + length)
         part = PackedSamples(samples.input_ids_T[rows], samples.loss_mask_T[rows], samples.hidden_TLH[rows], (length,))
         parts.append((part, make_blocks(part, blocks.anchor_N[blocks.sample_N == index] - start, 4)))
-    counted = [denominators(draft, head, *part, OPTIONS, MASK) for part in parts]
-    totals = {key: torch.stack([each[key] for each in counted]).sum() for key in counted[0]}
-    assert totals.keys() == ({"base_weight", "selector_weight"} if kind == "dflash2" else {"base_weight"})
-    shares = [total_loss(objective(draft, head, *part, OPTIONS, MASK), totals, OPTIONS) for part in parts]
+    sums = [objective(draft, head, *part, OPTIONS, MASK) for part in parts]
+    totals = {key: torch.stack([each[key].detach() for each in sums]).sum() for key in sums[0]}
+    assert totals["base_weight"].item() == pytest.approx(sum(base_weight(*part, OPTIONS).item() for part in parts))
+    shares = [total_loss(each, totals, OPTIONS) for each in sums]
     assert sum(share.item() for share in shares) == pytest.approx(loss.item(), rel=1e-5)
     assert_same(gradients(draft, torch.stack(shares).sum()), expected)
 
@@ -153,7 +193,7 @@ def test_a_denominator_is_the_valid_slots_weight_however_steep_the_decay() -> No
     steep = LossOptions(gamma=0.02)
     weight_NB = slot_weights(blocks, steep.gamma if isinstance(steep.gamma, float) else None)
     assert not weight_NB.isfinite().all(), "nothing overflows: the test shows nothing"
-    counted = denominators(draft, head, samples, blocks, steep, MASK)["base_weight"]
+    counted = base_weight(samples, blocks, steep)
     assert counted.item() == objective(draft, head, samples, blocks, steep, MASK)["base_weight"].item()
     assert counted.isfinite()
 

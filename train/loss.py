@@ -1,95 +1,126 @@
-"""The losses, each written once as a function of a slice of slots that returns sums (docs/design.md, section 4).
+"""The losses of every kind of draft, each written once, over slices of slots (docs/design.md, section 4).
 
-R supervised slots of a slice, H hidden, V vocabulary, K candidates.
+A kind is a function of all supervised slots of a micro-batch that returns what it measured: sums, and the gradient of each loss
+among them, kept apart because their denominators are known only when the whole step has been measured. What it computes
+from logits it writes as a `SliceLoss`, which sees a few slots at a time.
+
+R supervised slots, r slots of a slice, H hidden, V vocabulary, K candidates.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from cache.head import TargetHead
 from draft.selector import CandidateSelector
+from train.slices import candidates_backward, through_head
 
 
 @dataclass(frozen=True)
-class SliceLoss:
-    """What a slice adds to the step: scalar `sums`, differentiable where they are losses, and per-slot `hits` (bool [R])."""
+class Slots:
+    """The supervised slots of a micro-batch: states after the final norm, true tokens, weights, the true tokens before them."""
 
-    sums: dict[str, Tensor]
-    hits: dict[str, Tensor]
+    hidden_RH: Tensor
+    label_R: Tensor
+    weight_R: Tensor
+    predecessor_R: Tensor
 
 
-class _TokenLoss(torch.autograd.Function):
-    """Cross-entropy [R] of each row's label, and the logits [R, K] of its candidates.
+@dataclass(frozen=True)
+class Measured:
+    """What the slots add to the step: scalar `sums`, per-slot `hits` (bool [R]), and the gradients of the losses among the sums.
 
-    Autograd's own backward of the two makes four tensors of [R, V], which dominate a step; this one makes one.
+    By the loss's name: `slot_gradients` with respect to `hidden_RH` (float32 [R, H]), `parameter_gradients` with respect to
+    parameters that act behind the final norm (a selector's). All are gradients of the plain sum, before any denominator.
     """
 
-    @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, label_R: Tensor, candidate_RK: Tensor) -> tuple[Tensor, Tensor]:
-        log_probability_RV = logits_RV.log_softmax(-1)
-        ctx.save_for_backward(log_probability_RV, label_R, candidate_RK)
-        loss_R = -log_probability_RV.gather(1, label_R[:, None])[:, 0]
-        return loss_R, logits_RV.gather(1, candidate_RK)
+    sums: Mapping[str, Tensor]
+    hits: Mapping[str, Tensor]
+    slot_gradients: Mapping[str, Tensor]
+    parameter_gradients: Mapping[str, dict[nn.Parameter, Tensor]] = field(default_factory=dict)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        log_probability_RV, label_R, candidate_RK = ctx.saved_tensors
-        loss_R1, candidate_gradient_RK = gradients[0][:, None], gradients[1]
-        gradient_RV = log_probability_RV.exp().mul_(loss_R1)
-        gradient_RV.scatter_add_(1, label_R[:, None], -loss_R1)
-        return gradient_RV.scatter_add_(1, candidate_RK, candidate_gradient_RK), None, None
+    def take_parameter_gradients(self, other: "Measured") -> None:
+        """Add another micro-batch's gradients of parameters to these, and leave it without: one set serves a whole step."""
+        for name, gradients in other.parameter_gradients.items():
+            for parameter, gradient in gradients.items():
+                self.parameter_gradients[name][parameter].add_(gradient)
+            gradients.clear()
 
 
-def _token_loss(logits_RV: Tensor, label_R: Tensor, candidate_RK: Tensor) -> tuple[Tensor, Tensor]:
-    loss_R, unary_RK = _TokenLoss.apply(logits_RV, label_R, candidate_RK)  # type: ignore[no-untyped-call]
-    return loss_R, unary_RK
-
-
-def dflash_loss(hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, head: TargetHead) -> SliceLoss:
+@torch.no_grad()
+def dflash_loss(slots: Slots, head: TargetHead, rows: int) -> Measured:
     """Weighted cross-entropy of each slot's own token (DFlash, arXiv 2602.06036, section 4).
 
     Sums: `base_loss` and `base_weight`, its denominator. Hits: `correct`, where the largest logit is the token's.
     """
-    logits_RV = head.logits(hidden_RH).float()
-    best_R1 = logits_RV.detach().argmax(-1, keepdim=True)
-    loss_R, _ = _token_loss(logits_RV, label_R, best_R1)
-    sums = {"base_loss": (loss_R * weight_R).sum(), "base_weight": weight_R.sum()}
-    return SliceLoss(sums, {"correct": best_R1[:, 0] == label_R})
+    correct_R = torch.empty_like(slots.label_R, dtype=torch.bool)
+
+    def slice_loss(part: slice, logits_rV: Tensor) -> Tensor:
+        top_r1, best_r1 = logits_rV.max(-1, keepdim=True)
+        correct_R[part] = best_r1[:, 0] == slots.label_R[part]
+        return cross_entropy_(logits_rV, slots.label_R[part, None], top_r1, best_r1)
+
+    loss_R, gradient_RH = through_head(slots.hidden_RH, head, rows, slice_loss)
+    sums = {"base_loss": (loss_R * slots.weight_R).sum(), "base_weight": slots.weight_R.sum()}
+    return Measured(sums, {"correct": correct_R}, {"base_loss": gradient_RH.mul_(slots.weight_R[:, None])})
 
 
-def dflash2_loss(
-    hidden_RH: Tensor,
-    label_R: Tensor,
-    weight_R: Tensor,
-    predecessor_R: Tensor,
-    head: TargetHead,
-    selector: CandidateSelector,
-) -> SliceLoss:
+@torch.no_grad()
+def dflash2_loss(slots: Slots, head: TargetHead, rows: int, selector: CandidateSelector) -> Measured:
     """The backbone's cross-entropy, and the selector's over its candidates given the true token before each slot.
 
     A slot whose true token is no candidate is in the first and not in the second. Nothing is detached: the selector's loss also
-    trains the backbone through the candidates' logits. Sums: those of `dflash_loss`, `selector_loss`, `selector_weight`. Hits:
-    `base_correct` of the backbone, `recalled` (the token is a candidate), `correct` of the selector.
+    trains the backbone, through the candidates' logits and the hidden state. Sums: those of `dflash_loss`, `selector_loss`,
+    `selector_weight`. Hits: `base_correct` of the backbone, `recalled` (the token is a candidate), `correct` of the selector.
     """
-    logits_RV = head.logits(hidden_RH).float()
-    candidate_RK = logits_RV.detach().topk(selector.top_k, -1).indices
-    loss_R, unary_RK = _token_loss(logits_RV, label_R, candidate_RK)
-    match_RK = candidate_RK == label_R[:, None]
-    recalled_R = match_RK.any(1)
-    kept = recalled_R.nonzero()[:, 0]
-    kept_inputs = (tensor.index_select(0, kept) for tensor in (hidden_RH, unary_RK, candidate_RK, predecessor_R))
-    scores_RK = selector.scores(*kept_inputs).float()
-    slot_R = match_RK[kept].int().argmax(1)
-    kept_weight = weight_R[kept]
+    shape, device = (len(slots.label_R), selector.top_k), slots.label_R.device
+    candidate_RK = torch.empty(shape, dtype=torch.int64, device=device)
+    unary_RK, score_gradient_RK = torch.empty(2, *shape, device=device)
+    selector_loss_R = torch.empty(shape[0], device=device)
+    hits = {name: torch.empty_like(slots.label_R, dtype=torch.bool) for name in ("base_correct", "recalled", "correct")}
+
+    def slice_loss(part: slice, logits_rV: Tensor) -> Tensor:
+        unary_rK, candidate_rK = logits_rV.topk(selector.top_k, -1)
+        unary_RK[part], candidate_RK[part] = unary_rK, candidate_rK
+        match_rK = candidate_rK == slots.label_R[part, None]
+        scores_rK = selector.scores(slots.hidden_RH[part].float(), unary_rK, candidate_rK, slots.predecessor_R[part])
+        log_probability_rK = scores_rK.log_softmax(-1)
+        recalled_r = match_rK.any(1)
+        hits["base_correct"][part], hits["recalled"][part] = match_rK[:, 0], recalled_r
+        hits["correct"][part] = recalled_r & (scores_rK.argmax(1) == match_rK.int().argmax(1))
+        # A slot without its token among the candidates has no match, hence loss 0, and its gradient is cleared.
+        selector_loss_R[part] = -log_probability_rK.masked_fill(~match_rK, 0.0).sum(1)
+        score_gradient_RK[part] = (log_probability_rK.exp() - match_rK.float()).masked_fill(~recalled_r[:, None], 0.0)
+        return cross_entropy_(logits_rV, slots.label_R[part, None], unary_rK[:, :1], candidate_rK[:, :1])
+
+    loss_R, base_gradient_RH = through_head(slots.hidden_RH, head, rows, slice_loss)
+    weight_R = slots.weight_R
     sums = {
         "base_loss": (loss_R * weight_R).sum(),
         "base_weight": weight_R.sum(),
-        "selector_loss": (F.cross_entropy(scores_RK, slot_R, reduction="none") * kept_weight).sum(),
-        "selector_weight": kept_weight.sum(),
+        "selector_loss": (selector_loss_R * weight_R).sum(),
+        "selector_weight": (hits["recalled"] * weight_R).sum(),
     }
-    correct_R = torch.zeros_like(recalled_R).index_copy(0, kept, scores_RK.argmax(1) == slot_R)
-    return SliceLoss(sums, {"base_correct": match_RK[:, 0], "recalled": recalled_R, "correct": correct_R})
+    score_gradient_RK.mul_(weight_R[:, None])
+    selector_gradient_RH, parameters = selector.scores_backward(
+        slots.hidden_RH.float(), candidate_RK, slots.predecessor_R, score_gradient_RK
+    )
+    selector_gradient_RH += candidates_backward(head, candidate_RK, unary_RK, score_gradient_RK)
+    slot_gradients = {"base_loss": base_gradient_RH.mul_(weight_R[:, None]), "selector_loss": selector_gradient_RH}
+    return Measured(sums, hits, slot_gradients, {"selector_loss": parameters})
+
+
+def cross_entropy_(logits_rV: Tensor, label_r1: Tensor, top_r1: Tensor, best_r1: Tensor) -> Tensor:
+    """Cross-entropy [r] of each row's label, given each row's largest logit and where it is; its gradient replaces the logits.
+
+    The gradient is softmax - one-hot. The loss comes from the probability of the largest logit, which is at least 1 / V, and not
+    of the label, which may be too small for a float32.
+    """
+    label_logit_r1 = logits_rV.gather(1, label_r1)
+    # Each row is read in full before any of it is written: in place, and a third of the time that a fresh result takes.
+    torch.softmax(logits_rV, -1, out=logits_rV)
+    loss_r1 = (top_r1 - label_logit_r1) - logits_rV.gather(1, best_r1).log()
+    logits_rV.scatter_add_(1, label_r1, torch.full_like(loss_r1, -1.0))
+    return loss_r1[:, 0]

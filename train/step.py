@@ -13,8 +13,9 @@ from cache.head import TargetHead
 from draft.model import Draft
 from schemas.options import LossOptions
 from train.batch import Batch
+from train.loss import Measured
 from train.metrics import add_sums
-from train.objective import denominators, objective, total_loss
+from train.objective import attach, base_weight, measure, states, total_loss
 from train.optim import Optimizers
 
 
@@ -80,30 +81,78 @@ class NotFinite(Exception):
 
 
 def accumulate(learner: Learner, batches: Sequence[Batch]) -> dict[str, float]:
-    """Gradients of the step's loss into the parameters; returns the sums of the micro-batches."""
-    counted: dict[str, float] = {}
-    if len(batches) > 1:
-        # A share of the loss needs the whole step's denominators, which dflash2 knows only after a forward of every micro-batch.
-        for batch in batches:
-            with _autocast(learner):
-                add_sums(counted, to_floats(denominators(*_arguments(learner, batch))))
+    """Gradients of the step's loss into the parameters; returns the sums of the micro-batches.
+
+    A share of the loss needs the whole step's denominators. The base's is the masks' alone. The selector's depends on the weights
+    of the moment (which slots have their token among the candidates), so all micro-batches are measured first, each leaving
+    the gradient with respect to its hidden states, and then brought back through the trunk. That takes one more forward of the
+    trunk for every micro-batch but one, whose graph is still there, and never one more of the head. (The other way, a
+    backward pass each for base and selector, would cost the trunk twice as much, and a second set of gradients.)
+    """
+    if learner.draft.candidate_selector is not None:
+        return _measure_then_backward(learner, batches)
+    weights = [base_weight(batch.samples, batch.blocks, learner.loss).item() for batch in batches]
+    denominators = over_ranks({"base_weight": math.fsum(weights)}, learner.world)
     totals: dict[str, float] = {}
     for batch in batches:
-        with _autocast(learner):
-            sums = objective(*_arguments(learner, batch))
-        values = to_floats(sums)
-        for name in ("base_loss", "selector_loss"):
-            if not math.isfinite(values.get(name, 0.0)):
-                raise NotFinite(name, values[name], [batch])
-        total_loss(sums, over_ranks(counted or values, learner.world), learner.loss).backward()  # type: ignore[no-untyped-call]
-        add_sums(totals, values)
+        batch = batch.to(learner.device)
+        part = _measure(learner, batch, graph=True)
+        add_sums(totals, _finite(part, batch))
+        _backward(learner, batch, part, denominators)
     return totals
 
 
-def _arguments(learner: Learner, batch: Batch) -> tuple[Any, ...]:
-    # Moved when it is used, not when it is read: a device need not hold all micro-batches of a step at once.
-    batch = batch.to(learner.device)
-    return learner.draft, learner.head, batch.samples, batch.blocks, learner.loss, learner.mask_token_id
+def _measure_then_backward(learner: Learner, batches: Sequence[Batch]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    parts: list[_Part] = []
+    for batch in batches:
+        # Moved when it is used, not when it is read: a device need not hold all micro-batches of a step at once.
+        batch = batch.to(learner.device)
+        part = _measure(learner, batch, graph=len(parts) == len(batches) - 1)
+        add_sums(totals, _finite(part, batch))
+        if parts:
+            part.measured.take_parameter_gradients(parts[-1].measured)
+        parts.append(part)
+    weights = {name: totals.get(name, 0.0) for name in ("base_weight", "selector_weight")}
+    denominators = over_ranks(weights, learner.world)
+    for batch in reversed(batches):
+        _backward(learner, batch.to(learner.device), parts.pop(), denominators)
+    return totals
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A micro-batch that has been measured, and its hidden states where their graph was kept."""
+
+    measured: Measured
+    hidden_NBH: Tensor | None
+
+
+def _measure(learner: Learner, batch: Batch, graph: bool) -> _Part:
+    with torch.set_grad_enabled(graph):
+        hidden_NBH = _states(learner, batch)
+    measured = measure(learner.draft, learner.head, batch.samples, batch.blocks, learner.loss, hidden_NBH)
+    return _Part(measured, hidden_NBH if graph else None)
+
+
+def _backward(learner: Learner, batch: Batch, part: _Part, denominators: Mapping[str, float]) -> None:
+    hidden_NBH = _states(learner, batch) if part.hidden_NBH is None else part.hidden_NBH
+    sums = attach(part.measured, hidden_NBH, batch.samples, batch.blocks)
+    total_loss(sums, denominators, learner.loss).backward()  # type: ignore[no-untyped-call]
+
+
+def _states(learner: Learner, batch: Batch) -> Tensor:
+    with _autocast(learner):
+        return states(learner.draft, learner.head, batch.samples, batch.blocks, learner.mask_token_id)
+
+
+def _finite(part: _Part, batch: Batch) -> dict[str, float]:
+    """The sums as numbers. Raises NotFinite."""
+    values = to_floats(part.measured.sums)
+    for name in part.measured.slot_gradients:
+        if not math.isfinite(values[name]):
+            raise NotFinite(name, values[name], [batch])
+    return values
 
 
 def _autocast(learner: Learner) -> AbstractContextManager[Any]:
