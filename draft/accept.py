@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from cache.head import TargetHead
 from cache.read import Cache
-from draft.attention import layout_of
+from draft.attention import Pair, layout_of
 from draft.blocks import Blocks, PackedSamples, anchors_of, block_inputs, block_labels, block_valid, make_blocks
-from draft.model import Draft, Pair
+from draft.model import Draft
 from draft.propose import Proposal, propose
 from draft.walk import figure_of, walk_lengths
 from schemas.errors import CacheError

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 from cache.codecs import roundtrip
 from cache.head import TargetHead
-from draft.attention import Layout
-from draft.model import Draft, Pair, cast
+from draft.attention import Layout, Pair
+from draft.model import Draft, cast
 from draft.propose import propose
 from draft.walk import figure_of
 from schemas.errors import DraftError
@@ -55,9 +55,7 @@ class DraftContext:
     def block(self, embeds_BH: Tensor) -> Tensor:
         """States [1, B, H] of the block whose anchor comes right after the context."""
         size = self.length
-        layout = Layout(
-            (1,), (size,), (size,), torch.tensor([size], device=embeds_BH.device), len(embeds_BH), whole=True
-        )
+        layout = Layout((1,), (size,), torch.tensor([size], device=embeds_BH.device), len(embeds_BH), whole=True)
         pairs: list[Pair] = [(key[:size], value[:size]) for key, value in self._pairs]
         return self.draft.over_context(embeds_BH[None], pairs, layout)
 

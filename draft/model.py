@@ -5,13 +5,15 @@ T packed tokens, L captured layers, H hidden, N blocks, B block size, K key-valu
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from draft.attention import Layout, Masks, attend, layout_of
+from draft.attention import Attend, Layout, Pair, layout_of, split_attention
 from draft.blocks import Blocks
 from draft.convolution import BlockConvolution
+from draft.flex import flex_attention_of
 from draft.linear import linear
 from draft.norm import RMSNorm
 from draft.rotary import Rotary, rotate
@@ -19,7 +21,6 @@ from draft.selector import CandidateSelector
 from schemas.draft import DraftConfig
 from schemas.errors import DraftError
 
-Pair = tuple[Tensor, Tensor]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
@@ -48,10 +49,10 @@ class Attention(nn.Module):
         key, value = (layer(states).unflatten(-1, (-1, self.head_dim)) for layer in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(key), *angles), value
 
-    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, layout: Layout, masks: Masks) -> Tensor:
+    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, attend: Attend) -> Tensor:
         """[N, B, H] -> [N, B, H]; `context` holds keys and values [T, K, D]."""
         query = rotate(self.q_norm(self.q_proj(states_NBH).unflatten(-1, (-1, self.head_dim))), *angles)
-        output: Tensor = self.o_proj(attend(query, self.key_value(states_NBH, angles), context, layout, masks))
+        output: Tensor = self.o_proj(attend(query, self.key_value(states_NBH, angles), context))
         return output
 
 
@@ -87,10 +88,10 @@ class Layer(nn.Module):
             self.attention_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
             self.mlp_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
 
-    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, layout: Layout, masks: Masks) -> Tensor:
+    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, attend: Attend) -> Tensor:
         """[N, B, H] -> [N, B, H], residuals included."""
 
-        attention = partial(self.self_attn, angles=angles, context=context, layout=layout, masks=masks)
+        attention = partial(self.self_attn, angles=angles, context=context, attend=attend)
         states_NBH = states_NBH + _between(self.attention_conv, attention, self.input_layernorm(states_NBH))
         return states_NBH + _between(self.mlp_conv, self.mlp, self.post_attention_layernorm(states_NBH))
 
@@ -103,11 +104,17 @@ def _between(convolution: BlockConvolution | None, sublayer: Callable[[Tensor], 
 
 
 class Draft(nn.Module):
-    """The whole draft. Its state dict has exactly the keys of the published layout (docs/design.md, section 5)."""
+    """The whole draft. Its state dict has exactly the keys of the published layout (docs/design.md, section 5).
+
+    `attention` says how scores are computed, not what they are: by the exact split, or by flex attention's kernel on CUDA.
+    """
+
+    attention: Literal["split", "flex"]
 
     def __init__(self, config: DraftConfig) -> None:
         """Parameters are not initialised: `new_draft` draws them, `draft.files.load_draft` reads them."""
         super().__init__()
+        self.attention = "split"
         if config.hidden_act not in ACTIVATIONS:
             raise DraftError(
                 f"hidden_act {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}: choose another target"
@@ -149,11 +156,18 @@ class Draft(nn.Module):
         slot_B = torch.arange(layout.block_size, device=embeds_NBH.device)
         angles = self.rotary.angles(layout.relative_N[:, None] + slot_B)
         states_NBH = embeds_NBH.to(self.fc.weight.dtype)
-        masks = {window: layout.masks(window, states_NBH.dtype) for window in set(self.config.windows)}
+        attends = {window: self._attend(layout, window) for window in set(self.config.windows)}
         for layer, window, pair in zip(self.layers, self.config.windows, context, strict=True):
-            states_NBH = layer(states_NBH, angles, pair, layout, masks[window])
+            states_NBH = layer(states_NBH, angles, pair, attends[window])
         output: Tensor = self.norm(states_NBH)
         return output
+
+    def _attend(self, layout: Layout, window: int | None) -> Attend:
+        causal = self.config.is_causal
+        # A block whose context is all there is (decoding) has nothing to skip.
+        if self.attention == "flex" and not layout.whole:
+            return flex_attention_of(layout, window, causal)
+        return split_attention(layout, window, self.config.num_attention_heads, self.fc.weight.dtype, causal)
 
     def _trunk(self) -> Iterator[Layer]:
         for layer in self.layers:

@@ -5,6 +5,7 @@ import torch
 from reference import MASK, assert_near, lively_draft, naive_forward, random_head, random_samples, small_config
 from torch import Tensor
 
+from draft import attention
 from draft.attention import layout_of
 from draft.blocks import PackedSamples, anchors_of, block_inputs, make_blocks
 from draft.model import Draft
@@ -113,9 +114,84 @@ def test_scores_are_linear_in_blocks_times_context() -> None:
     )
 
 
-def test_layout_cuts_the_context_at_the_last_anchor() -> None:
-    samples = random_samples(LENGTHS)
-    layout = layout_of(LENGTHS, make_blocks(samples, torch.tensor([2, 8, 9, 30]), 4))
-    assert layout.blocks == (2, 1, 0, 1)
-    assert layout.context == (8, 0, 0, 6)
-    assert layout.relative_N.tolist() == [2, 8, 0, 6]
+@pytest.mark.parametrize(
+    ("window", "rows"), [(None, [(0, 2), (0, 8), (9, 9), (24, 30)]), (4, [(0, 2), (5, 8), (9, 9), (27, 30)])]
+)
+def test_a_chunk_reads_no_more_context_than_its_blocks_see(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, rows: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(attention, "CPU_VALUES", 1)
+    layout = layout_of(LENGTHS, make_blocks(random_samples(LENGTHS), torch.tensor([2, 8, 9, 30]), 4))
+    assert layout.blocks == (2, 1, 0, 1) and layout.relative_N.tolist() == [2, 8, 0, 6]
+    chunks = list(attention._chunks(layout, window, 1, torch.float32))
+    assert [(chunk.rows.start, chunk.rows.stop) for chunk in chunks] == rows
+    assert [(chunk.blocks.start, chunk.blocks.stop) for chunk in chunks] == [(n, n + 1) for n in range(4)]
+
+
+def gradients_of(draft: Draft, samples: PackedSamples, anchors: Tensor) -> list[Tensor]:
+    """The states, and gradients of all parameters that they depend on."""
+    blocks = make_blocks(samples, anchors, draft.config.block_size)
+    embeds = random_head().embed(block_inputs(samples, blocks, MASK))
+    states = draft(samples.hidden_TLH, samples.lengths, embeds, blocks)
+    named = {name: p for name, p in draft.named_parameters() if not name.startswith("candidate_selector")}
+    found = torch.autograd.grad(
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum(), list(named.values())
+    )
+    return [states.detach(), *found]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_chunks_and_recomputation_change_nothing_but_rounding(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    draft, samples = lively_draft(small_config("dflash2", window)), random_samples(LENGTHS)
+    anchors = anchors_of(samples, 4)
+    expected = gradients_of(draft, samples, anchors)
+    monkeypatch.setattr(attention, "CPU_VALUES", 300)
+    chunked = gradients_of(draft, samples, anchors)
+    monkeypatch.setattr(attention, "KEPT_VALUES", 0)
+    again = gradients_of(draft, samples, anchors)
+    for one, two, three in zip(expected, chunked, again, strict=True):
+        assert_near(two, one)
+        assert torch.equal(two, three)
+
+
+def test_recomputation_keeps_nothing_of_the_size_of_blocks_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that the backward pass keeps, for a context twice as long with the same blocks: more by what the context alone needs."""
+    draft = lively_draft(small_config("dflash2"))
+
+    def kept(length: int) -> int:
+        samples, seen = random_samples((length,)), dict[int, int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+            return tensor
+
+        blocks = make_blocks(samples, torch.arange(length - 60, length - 4), 4)
+        embeds = random_head().embed(block_inputs(samples, blocks, MASK))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            states = draft(samples.hidden_TLH, samples.lengths, embeds, blocks)
+        assert states.requires_grad
+        return sum(seen.values())
+
+    scores = 56 * 4 * 4 * 300  # blocks x slots x heads x context, of one layer
+    assert kept(600) - kept(300) > 2 * scores, "the scores are not kept: the test shows nothing"
+    monkeypatch.setattr(attention, "KEPT_VALUES", 0)
+    assert kept(600) - kept(300) < scores / 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causal_blocks_see_their_earlier_slots_alone(causal: bool) -> None:
+    """Of one block, by the definition: query slot by query slot."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 4, 8, generator=generator)
+    own = (torch.randn(1, 4, 2, 8, generator=generator), torch.randn(1, 4, 2, 8, generator=generator))
+    context = (torch.randn(6, 2, 8, generator=generator), torch.randn(6, 2, 8, generator=generator))
+    layout = layout_of((6,), make_blocks(random_samples((6,)), torch.tensor([3]), 4))
+    found = attention.split_attention(layout, None, 4, torch.float32, causal)(query, own, context).view(4, 4, 8)
+    for slot in range(4):
+        last = slot + 1 if causal else 4
+        for head in range(4):
+            keys = torch.cat([context[0][:3, head // 2], own[0][0, :last, head // 2]])
+            values = torch.cat([context[1][:3, head // 2], own[1][0, :last, head // 2]])
+            assert_near(found[slot, head], (keys @ query[0, slot, head] / 8**0.5).softmax(0) @ values)

@@ -41,7 +41,7 @@ def resolve_options(options: TrainOptions, identity: Identity, say: Say) -> Trai
         "layers": resolve_layers(options.run.layers, identity),
         "device": str(device),
         "precision": _precision(options.run, device),
-        "attention": _attention(options.run),
+        "attention": _attention(options.run, device),
         "epochs": _epochs(options.run, say),
     }
     run = options.run.model_copy(update=resolved)
@@ -95,10 +95,14 @@ def _precision(run: RunOptions, device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def _attention(run: RunOptions) -> str:
-    if run.attention == "flex":
-        raise OptionError("run.attention 'flex' is not available in this version yet: use auto or split")
-    return "split"
+def _attention(run: RunOptions, device: torch.device) -> str:
+    if run.attention == "flex" and device.type != "cuda":
+        raise OptionError(
+            f"run.attention=flex needs a CUDA device, and the run is on {device}, where torch has no gradients of it: use auto or split"
+        )
+    if run.attention == "auto":
+        return "flex" if device.type == "cuda" else "split"
+    return run.attention
 
 
 def _epochs(run: RunOptions, say: Say) -> int | None:

@@ -80,6 +80,7 @@ def _learner(options: TrainOptions, cache: Cache) -> Learner:
     precision = torch.bfloat16 if options.run.precision == "bfloat16" else torch.float32
     # A generator takes 64 bits; the seed may be any integer.
     draft = new_draft(config, torch.Generator().manual_seed(options.data.seed % 2**63)).to(device)
+    draft.attention = "flex" if options.run.attention == "flex" else "split"
     optimizers = make_optimizers(dict(draft.named_parameters()), options.optim)
     head = cache.head().to(device, precision)
     return Learner(draft, head, optimizers, options.loss, options.optim.clip, identity.mask_token_id, device, precision)
