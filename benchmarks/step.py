@@ -17,8 +17,8 @@ from objective import BLOCK, HIDDEN, LAYERS, MASK, alternately, config, full_los
 from torch import Tensor
 from torch.nn import functional as F
 
-from capture.run import plan_capture
-from capture.settings import settle
+from capture.planning import plan_capture
+from capture.settings import scan_data, settle
 from draft.attention import Attend, Layout, Pair
 from draft.blocks import Blocks, PackedSamples, block_labels, block_predecessors, block_valid, make_blocks
 from draft.model import Draft, new_draft
@@ -50,7 +50,8 @@ def batches_of(path: str | None, count: int, size: int) -> list[Batch]:
         options = CaptureOptions(
             target="demo/tiny-chat", out=f"{folder}/hs.zarr", data=() if path is None else (path,), max_length=1024
         )
-        _, table, _ = plan_capture(settle(options, Silent()), Silent())
+        settings = settle(options, Silent())
+        _, table, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
     order = np.random.default_rng(0).permutation(len(table))
     draw, generator = Draw(BLOCK, ANCHORS, 0, None), torch.Generator().manual_seed(0)
     batches = []

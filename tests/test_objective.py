@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import MASK, VOCAB, full_objective, lively_draft, random_head, random_samples, small_config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft.blocks import Blocks, PackedSamples, anchors_of, block_inputs, block_labels, block_valid, make_blocks
 from draft.model import Draft
@@ -163,6 +164,34 @@ def test_only_supervised_slots_reach_the_head(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(type(head), "logits", None)
     objective(draft, head, samples, blocks, OPTIONS, MASK, rows=10)
     assert sum(seen) == int(block_valid(samples, blocks).sum()) and max(seen) <= 10
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_logits_exist_for_one_slice_at_a_time(kind: str) -> None:
+    """Forward and backward: nothing holds more entries along the vocabulary than a slice's, and each slice uses the same memory."""
+    draft, head = lively_draft(small_config(kind)), random_head()
+    samples, blocks = micro_batch()
+    places: set[int] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            output = function(*args, **(kwargs or {}))
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if (
+                    isinstance(tensor, Tensor)
+                    and tensor.dim() > 1
+                    and tensor.shape[-1] == VOCAB
+                    and tensor.shape[0] != 32
+                ):
+                    assert tensor.numel() <= 9 * VOCAB, f"{function} made {tuple(tensor.shape)}"
+                    places.add(tensor.untyped_storage().data_ptr())
+            return output
+
+    with Watch():
+        sums = objective(draft, head, samples, blocks, OPTIONS, MASK, rows=9)
+        total_loss(sums, sums, OPTIONS).backward()
+    assert sums["valid"] > 5 * 9
+    assert len(places) == 1, "logits, probabilities and their gradients share one buffer"
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])

@@ -22,9 +22,9 @@ GPU_VALUES, GPU_ROWS = 1 << 27, 256
 
 
 def slice_rows(vocab_size: int, device: torch.device) -> int:
-    """How many slots a slice holds by default."""
+    """How many slots a slice holds by default: whole tiles of a GPU's product."""
     values, least = (CPU_VALUES, CPU_ROWS) if device.type == "cpu" else (GPU_VALUES, GPU_ROWS)
-    return max(least, values // vocab_size)
+    return max(least, values // vocab_size // 128 * 128)
 
 
 class SlicedHead:
