@@ -1,10 +1,10 @@
 """The target's forward passes over one shard of the plan, into the arrays of that shard.
 
-Shape suffixes: b sequences of a batch, m its longest, R their real rows one after the other, H hidden size, T rows of a
-shard, V vocabulary, K top-k.
+Shape suffixes: b sequences of a batch, m its longest, n columns of a piece of it, R their real rows one after the other,
+H hidden size, T rows of a shard, V vocabulary, K top-k.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from schemas.manifest import Identity
 from target.head import HeadTraits, topk_of
 from target.layers import tap_layers
 from target.load import Target
+from target.prefill import even_ends, forward_pieces
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,15 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass: right-padded ids, and for its real rows the place in the padded batch and in the shard."""
+    """One forward pass: right-padded ids, and for its real rows the place in the padded batch and in the shard.
+
+    `wanted_R` marks the rows whose next token is supervised: only they need the head.
+    """
 
     ids_bm: NDArray[np.int64]
     place_R: NDArray[np.int64]
     row_R: NDArray[np.int64]
+    wanted_R: NDArray[np.bool_]
     samples: NDArray[np.int64]
 
 
@@ -86,7 +91,23 @@ def make_batch(plan: ShardPlan, number: int, ids: NDArray[np.int32]) -> Batch:
     place_R = _sample_rows(np.arange(len(samples)) * width, length)
     ids_bm = np.zeros(len(samples) * width, dtype=np.int64)
     ids_bm[place_R] = ids[row_R]
-    return Batch(ids_bm.reshape(len(samples), width), place_R, row_R, samples)
+    first = (np.cumsum(plan.length) - plan.length)[samples]
+    wanted_R = np.append(plan.loss_mask[1:], 0)[_sample_rows(first, length)].astype(bool)
+    # After a sample's last row comes another sample's first.
+    wanted_R[np.cumsum(length) - 1] = False
+    return Batch(ids_bm.reshape(len(samples), width), place_R, row_R, wanted_R, samples)
+
+
+def cut_batch(batch: Batch, ends: list[int]) -> Iterator[Batch]:
+    """The batch in pieces of columns; each names its own rows alone."""
+    width, start = batch.ids_bm.shape[1], 0
+    sequence_R, column_R = np.divmod(batch.place_R, width)
+    for end in ends:
+        here = (column_R >= start) & (column_R < end)
+        place_R = sequence_R[here] * (end - start) + column_R[here] - start
+        ids_bn = batch.ids_bm[:, start:end]
+        yield Batch(ids_bn, place_R, batch.row_R[here], batch.wanted_R[here], batch.samples)
+        start = end
 
 
 @torch.inference_mode()
@@ -96,47 +117,53 @@ def run_shard(
     identity: Identity,
     plan: ShardPlan,
     after_batch: Callable[[int], None],
+    prefill_chunk: int | None = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Every array of the shard by name, [shard_tokens, ...], as `cache.write.CacheWriter.commit_shard` takes them.
 
-    `after_batch(real tokens done)` is called after each forward pass. Raises CaptureFault for a non-finite value,
-    naming sample, position and layer, and for a layer that is all zeros.
+    A batch wider than `prefill_chunk` runs in pieces of so many columns, each stored before the next one runs: memory is
+    that of one piece and the key-value cache. `after_batch(real tokens done)` is called after each batch. Raises
+    CaptureFault for a non-finite value, naming sample, position and layer, and for a layer that is all zeros.
     """
     arrays = token_arrays(plan, identity.shard_tokens)
     for spec in array_specs(identity, 1):
         if spec.name not in arrays:
             arrays[spec.name] = np.zeros(spec.shape, dtype=spec.dtype)
-    mask = arrays["tokens/loss_mask"]
     with tap_layers(target.layers, identity.layers) as taken:
         for number in range(int(plan.batch.max()) + 1):
             batch = make_batch(plan, number, arrays["tokens/input_ids"])  # type: ignore[arg-type]
-            ids_bm = torch.from_numpy(batch.ids_bm).to(target.device)
-            final_bmH = target.decoder(input_ids=ids_bm, use_cache=False).last_hidden_state
-            place_R = torch.from_numpy(batch.place_R).to(target.device)
-            hidden = {layer: taken[layer].flatten(0, 1).index_select(0, place_R) for layer in identity.layers}
-            taken.clear()
-            _check_hidden(hidden, plan, batch)
-            for layer, hidden_RH in hidden.items():
-                for family, values in encode(hidden_RH, identity.codec).items():
-                    arrays[f"{family}/{layer}"][batch.row_R] = values
-            _store_topk(final_bmH.flatten(0, 1), batch, plan, mask, target, traits, arrays)
+            for piece, final_bnH in _run_batch(target, batch, prefill_chunk):
+                place_R = torch.from_numpy(piece.place_R).to(target.device)
+                hidden = {layer: taken[layer].flatten(0, 1).index_select(0, place_R) for layer in identity.layers}
+                taken.clear()
+                _check_hidden(hidden, plan, piece)
+                for layer, hidden_RH in hidden.items():
+                    for family, values in encode(hidden_RH, identity.codec).items():
+                        arrays[f"{family}/{layer}"][piece.row_R] = values
+                _store_topk(final_bnH.flatten(0, 1), piece, plan, target, traits, arrays)
             after_batch(len(batch.row_R))
     return arrays
+
+
+def _run_batch(target: Target, batch: Batch, prefill_chunk: int | None) -> Iterator[tuple[Batch, Tensor]]:
+    # Each forward pass of the batch with what it computes, and the decoder's final output there.
+    ids_bm, width = torch.from_numpy(batch.ids_bm).to(target.device), batch.ids_bm.shape[1]
+    if prefill_chunk is None or width <= prefill_chunk:
+        yield batch, target.decoder(input_ids=ids_bm, use_cache=False).last_hidden_state
+        return
+    ends = even_ends(width, prefill_chunk)
+    yield from zip(cut_batch(batch, ends), forward_pieces(target.decoder, target.config, ids_bm, ends), strict=True)
 
 
 def _store_topk(
     final_PH: Tensor,
     batch: Batch,
     plan: ShardPlan,
-    mask: NDArray[np.generic],
     target: Target,
     traits: HeadTraits,
     arrays: Mapping[str, NDArray[np.generic]],
 ) -> None:
-    # Only rows whose next token is supervised need the head. After a sample's last row comes another sample's first.
-    next_supervised = np.append(mask[1:], 0)[batch.row_R].astype(bool)
-    next_supervised[np.cumsum(plan.length[batch.samples]) - 1] = False
-    rows, places = batch.row_R[next_supervised], batch.place_R[next_supervised]
+    rows, places = batch.row_R[batch.wanted_R], batch.place_R[batch.wanted_R]
     wanted_RH = final_PH.index_select(0, torch.from_numpy(places).to(target.device))
     top_k = arrays["logits/topk_ids"].shape[1]
     for part, ids_RK, logprobs_RK, rest_R in topk_of(wanted_RH, target, traits, top_k):

@@ -49,7 +49,12 @@ def find_job(settings: Settings, say: Say) -> Job:
         found = same = existing_manifest(out)
     writer = None if same is None else CacheWriter.resume(out)
     if writer is not None:
-        missing = writer.missing_shards()
+        missing, pieces = writer.missing_shards(), str(settings.options.prefill_chunk or "none")
+        if missing and (before := writer.manifest.record.get("prefill_chunk")) != pieces:
+            say.warn(
+                f"{out} was begun with --prefill-chunk {before}, now it is {pieces}: the remaining shards differ from what "
+                "they would have been by rounding"
+            )
         say.note(f"{out}: going on, {len(missing)} of {writer.manifest.totals.shards} shards to do")
         return Job(found, writer=writer) if missing else Job(found, done=writer.finish())
     manifest, table, collected = plan_capture(settings, scans, say)

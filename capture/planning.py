@@ -50,6 +50,7 @@ def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[M
             "attn": options.attn,
             **reading_record(settings),
             **first_skipped_record(collected.first_skipped),
+            "prefill_chunk": str(options.prefill_chunk or "none"),
         },
     )
     return manifest, table, collected

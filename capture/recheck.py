@@ -38,12 +38,14 @@ def recheck(path: str, target_name: str, samples: int, device: str, trust_remote
     target = load_target(reference, identity.dtype, device)
     traits = head_traits(target.config)
     check_head(target, traits)
+    recorded = cache.manifest.record.get("prefill_chunk", "none")
+    chunk = None if recorded == "none" else int(recorded)
     chosen = np.random.default_rng(identity.seed).permutation(len(cache.index))[:samples]
     faults = []
     for done, row in enumerate(sorted(chosen.tolist()), 1):
         plan = _plan_of(cache, row)
         alone = identity.model_copy(update={"shard_tokens": len(plan.input_ids)})
-        fresh = run_shard(target, traits, alone, plan, lambda _: None)
+        fresh = run_shard(target, traits, alone, plan, lambda _: None, chunk)
         faults += _differences(cache, row, fresh)
         say.progress("recompute", done, len(chosen))
     return faults

@@ -18,6 +18,7 @@ from schemas.say import Say, Silent
 from target.head import check_head, head_file, head_tensors
 from target.load import Target, load_target
 from target.parallel import parallel_group
+from target.prefill import check_pieces
 
 TARGET_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -81,7 +82,7 @@ def _lead(settings: Settings, crew: Crew, say: Say) -> Manifest:
         missing = writer.missing_shards()
         crew.tell("shards", json.dumps(missing))
         progress = Progress(crew, writer.plan.tokens(missing), say)
-        run_shards(target, settings.traits, writer, missing, crew, progress)
+        run_shards(target, settings.traits, writer, missing, crew, progress, settings.options.prefill_chunk)
         crew.tell("done/0")
         crew.hear_all("done", progress.wait)
         progress.show(at_once=True)
@@ -103,7 +104,8 @@ def _follow(options: CaptureOptions, crew: Crew) -> None:
         if missing:
             writer = CacheWriter.resume(options.out)
             assert writer is not None, "the first process began it"
-            run_shards(target, settings.traits, writer, missing, crew, Progress(crew, 0, Silent()))
+            progress = Progress(crew, 0, Silent())
+            run_shards(target, settings.traits, writer, missing, crew, progress, options.prefill_chunk)
             writer.store.clean_workspaces()
         crew.tell(f"done/{rank}")
 
@@ -121,6 +123,8 @@ def _load(settings: Settings) -> Target:
     options, identity = settings.options, settings.identity
     target = load_target(settings.ref, identity.dtype, str(settings.device), options.attn, options.tp)
     check_head(target, settings.traits)
+    if options.prefill_chunk is not None:
+        check_pieces(target, options.prefill_chunk)
     head_tensors(target, identity.target.tied)
     return target
 

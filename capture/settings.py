@@ -22,6 +22,7 @@ from target.head import HeadTraits, head_traits
 from target.layers import check_layers, default_layers
 from target.load import TargetRef, config_sha256, read_config, resolve_dtype, resolve_target
 from target.parallel import check_parallel
+from target.prefill import check_prefill
 from target.tokens import chat_template_sha256, tokenizer_sha256
 
 DEFAULT_DATA = Path(__file__).parent / "data" / "conversations.jsonl"
@@ -48,6 +49,8 @@ def settle(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Settings:
     text = config.get_text_config()
     device = resolve_device(options.device, ranks)
     check_parallel(text, options.tp, device)
+    if options.prefill_chunk is not None:
+        check_prefill(config, options.prefill_chunk)
     if options.layers is None:
         layers = default_layers(text.num_hidden_layers)
         say.note(f"no --layers given: taking {','.join(map(str, layers))} of {text.num_hidden_layers}")

@@ -15,9 +15,15 @@ from target.load import Target
 
 
 def run_shards(
-    target: Target, traits: HeadTraits, writer: CacheWriter, missing: Sequence[int], crew: Crew, progress: Progress
+    target: Target,
+    traits: HeadTraits,
+    writer: CacheWriter,
+    missing: Sequence[int],
+    crew: Crew,
+    progress: Progress,
+    prefill_chunk: int | None = None,
 ) -> None:
-    """Do those of the `missing` shards that this process's copy of the target claims.
+    """Do those of the `missing` shards that this process's copy of the target claims; see `run_shard` for `prefill_chunk`.
 
     A thread writes one shard while the target runs the next, so two shards are in memory and neither the device nor the
     disk waits. Raises what run_shard and commit_shard raise; a shard that was claimed then stays missing.
@@ -28,7 +34,7 @@ def run_shards(
         for shard in crew.claim(missing):
             plan, begun = shard_plan(writer.plan.shard(shard), shard, identity.shard_tokens), time.monotonic()
             places = batch_places(plan)
-            arrays = run_shard(target, traits, identity, plan, _counted(progress, places))
+            arrays = run_shard(target, traits, identity, plan, _counted(progress, places), prefill_chunk)
             if pending is not None:
                 _settle(pending, progress)
             if crew.member == 0:

@@ -54,6 +54,10 @@ def capture(
         int, typer.Option(help="Processes, each with its own GPU, over which one copy of the target is sharded.")
     ] = 1,
     nproc: Nproc = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(help="Run longer samples in pieces of this many tokens, for the memory of one piece."),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Take at most this many rows of the data.")] = None,
     mask_token_id: Annotated[
         int | None, typer.Option(help="The id that stands for a token to be drafted. By default found.")

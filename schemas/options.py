@@ -22,7 +22,10 @@ Reasoning = Literal["keep", "mask"]
 
 
 class CaptureOptions(Strict):
-    """`dflash capture`. `layers` and `shard_tokens` None: the defaults that follow from the target."""
+    """`dflash capture`. `layers` and `shard_tokens` None: the defaults that follow from the target.
+
+    `prefill_chunk` bounds the tokens of a sequence that one forward pass sees; None: samples run whole.
+    """
 
     target: str
     data: tuple[str, ...] = ()
@@ -36,6 +39,7 @@ class CaptureOptions(Strict):
     val_fraction: float = Field(0.02, ge=0, lt=1)
     shard_tokens: int | None = Field(None, ge=1)
     batch_tokens: int = Field(16_384, ge=1)
+    prefill_chunk: int | None = Field(None, ge=1)
     limit: int | None = Field(None, ge=1)
     mask_token_id: int | None = None
     seed: int = 0
