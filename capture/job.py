@@ -1,6 +1,6 @@
 """What a capture has to do, by what lies in its place already: nothing, what is missing, or all of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -63,15 +63,19 @@ def find_job(settings: Settings, say: Say) -> Job:
     return Job(found, plan=(manifest, table), replaced=found is not None and same is None)
 
 
-def open_writer(job: Job, out: str, say: Say) -> CacheWriter:
-    """The writer of a job that is not done; only here is anything removed or begun."""
+def open_writer(job: Job, out: str, record: Mapping[str, str], say: Say) -> CacheWriter:
+    """The writer of a job that is not done; only here is anything removed or begun.
+
+    `record` is what the loaded target adds to the record of a manifest that is begun.
+    """
     if job.writer is not None:
         return job.writer
     assert job.plan is not None
     if job.replaced:
         say.note(f"{out}: removing what another capture left there")
         open_store(out).remove()
-    return CacheWriter.create(out, *job.plan)
+    manifest, table = job.plan
+    return CacheWriter.create(out, manifest.model_copy(update={"record": manifest.record | dict(record)}), table)
 
 
 def same_as(found: Manifest | None, settings: Settings, scans: Sequence[Scan]) -> Manifest | None:

@@ -13,6 +13,7 @@ from schemas.errors import CacheError, OptionError
 from schemas.say import Say
 from target.head import check_head, head_traits
 from target.load import config_sha256, load_target, resolve_target
+from target.probe import check_decoder
 
 # Largest difference of a layer's states, as a share of its largest value, and of a log-probability. A batch of another
 # shape rounds differently: in bfloat16 by up to two units of the largest value.
@@ -38,6 +39,7 @@ def recheck(path: str, target_name: str, samples: int, device: str, trust_remote
     target = load_target(reference, identity.dtype, device)
     traits = head_traits(target.config)
     check_head(target, traits)
+    check_decoder(target, traits)
     recorded = cache.manifest.record.get("prefill_chunk", "none")
     chunk = None if recorded == "none" else int(recorded)
     chosen = np.random.default_rng(identity.seed).permutation(len(cache.index))[:samples]

@@ -19,6 +19,8 @@ from target.head import check_head, head_file, head_tensors
 from target.load import Target, load_target
 from target.parallel import parallel_group
 from target.prefill import check_pieces
+from target.probe import check_decoder
+from target.traits import target_record
 
 TARGET_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -75,7 +77,7 @@ def _lead(settings: Settings, crew: Crew, say: Say) -> Manifest:
         if job.done:
             crew.tell("shards", "[]")
             return job.done
-        writer = open_writer(job, out, say)
+        writer = open_writer(job, out, target_record(target), say)
         # From here on the plan is read shard by shard, so that memory does not grow with the data.
         del job
         _put_target(settings, head, writer)
@@ -123,6 +125,7 @@ def _load(settings: Settings) -> Target:
     options, identity = settings.options, settings.identity
     target = load_target(settings.ref, identity.dtype, str(settings.device), options.attn, options.tp)
     check_head(target, settings.traits)
+    check_decoder(target, settings.traits)
     if options.prefill_chunk is not None:
         check_pieces(target, options.prefill_chunk)
     head_tensors(target, identity.target.tied)

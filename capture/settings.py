@@ -17,6 +17,7 @@ from schemas.manifest import Identity, Manifest, TargetIdentity
 from schemas.options import CaptureOptions
 from schemas.ranks import ALONE, Ranks
 from schemas.say import Say
+from target.architecture import architecture, check_usable
 from target.chat import TEMPLATE_DATE, Chat, open_chat
 from target.head import HeadTraits, head_traits
 from target.layers import check_layers, default_layers
@@ -48,7 +49,9 @@ def settle(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Settings:
     config = read_config(ref)
     text = config.get_text_config()
     device = resolve_device(options.device, ranks)
+    dtype = resolve_dtype(options.dtype, config)
     check_parallel(text, options.tp, device)
+    check_usable(ref.name, config, ref.trust_remote_code, options.attn, dtype, device)
     if options.prefill_chunk is not None:
         check_prefill(config, options.prefill_chunk)
     if options.layers is None:
@@ -129,7 +132,7 @@ def _identity(
         num_hidden_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        tied=architecture(ref.name, config, ref.trust_remote_code).tied,
         embedding_scale=traits.embedding_scale,
         logit_scale=traits.logit_scale,
         logit_softcap=traits.logit_softcap,

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from schemas.errors import TargetError
+from target.faults import reported
+from target.layers import final_norm
 from target.load import Target
 from target.parallel import storage_of, whole
 
@@ -31,18 +33,29 @@ class HeadTraits:
 
 
 def head_traits(config: Any) -> HeadTraits:
-    """The scales that the architecture applies around its embedding and head; `check_head` proves the logits'."""
+    """The scales that the architecture applies around its embedding and head; `check_head` proves them.
+
+    Facts of transformers' modeling files: embedding_multiplier (granite, falcon_h1, hyperclovax), embedding_scale (hrm_text),
+    scale_emb (minicpm3), the square root of the hidden size (gemma; afmoe with mup_enabled); lm_head_multiplier (falcon_h1),
+    logit_scale (cohere), output_multiplier (muse), logits_scaling as a divisor (granite, minicpm3) or a factor (hyperclovax),
+    logits_mup_width_multiplier as a divisor (inkling); final_logit_softcapping (gemma, nanochat, mistral_large4).
+    """
     kind = str(config.model_type)
-    embedding = getattr(config, "embedding_multiplier", None)
+    embedding = _first_of(config, "embedding_multiplier", "embedding_scale", "scale_emb")
     if embedding is None:
-        embedding = config.hidden_size**0.5 if "gemma" in kind else 1.0
-    scale = getattr(config, "lm_head_multiplier", None) or getattr(config, "logit_scale", None)
-    if scale is None and (divisor := getattr(config, "logits_scaling", None)) is not None:
+        embedding = config.hidden_size**0.5 if "gemma" in kind or getattr(config, "mup_enabled", False) else 1.0
+    scale = _first_of(config, "lm_head_multiplier", "logit_scale", "output_multiplier")
+    if scale is None and (divisor := _first_of(config, "logits_scaling", "logits_mup_width_multiplier")) is not None:
         scale = divisor if kind.startswith(MULTIPLYING) else 1.0 / divisor
     softcap = getattr(config, "final_logit_softcapping", None)
     return HeadTraits(
         float(embedding), float(1.0 if scale is None else scale), None if softcap is None else float(softcap)
     )
+
+
+def _first_of(config: Any, *names: str) -> float | None:
+    found = (getattr(config, name, None) for name in names)
+    return next((float(value) for value in found if value is not None), None)
 
 
 def logits_of(hidden_RH: Tensor, target: Target, traits: HeadTraits) -> Tensor:
@@ -80,16 +93,19 @@ def topk_of(
 def check_head(target: Target, traits: HeadTraits) -> None:
     """Compare our logits with the model's own on a few tokens; TargetError where this architecture does more to them.
 
-    Without it an unknown multiplier, soft cap or bias would be stored as wrong probabilities.
+    Without it an unknown multiplier, soft cap or bias would be stored as wrong probabilities. TargetError, too, where the
+    model cannot run here. Values that are not finite pass: the capture names sample, position and layer.
     """
+    kind = type(target.model).__name__
     ids_bT = torch.arange(8, device=target.device)[None] % target.config.vocab_size
-    theirs_TV = target.model(input_ids=ids_bT, use_cache=False).logits[0].float()
-    ours_TV = logits_of(target.decoder(input_ids=ids_bT, use_cache=False).last_hidden_state[0], target, traits).float()
+    with reported(kind, "run a few tokens", "choose another --attn, --dtype or --device"):
+        theirs_TV = target.model(input_ids=ids_bT, use_cache=False).logits[0].float()
+        final_TH = target.decoder(input_ids=ids_bT, use_cache=False).last_hidden_state[0]
+    ours_TV = logits_of(final_TH, target, traits).float()
     tolerance = 1e-4 if target.dtype == torch.float32 else 2e-2
     if ours_TV.shape != theirs_TV.shape or (ours_TV - theirs_TV).abs().max() > tolerance * theirs_TV.abs().max():
         raise TargetError(
-            f"{type(target.model).__name__} computes its logits in a way that is not known here (beyond scale and soft "
-            "cap): it is not supported"
+            f"{kind} computes its logits in a way that is not known here (beyond scale and soft cap): it is not supported"
         )
 
 
@@ -123,11 +139,3 @@ def head_tensors(target: Target, tied: bool) -> dict[str, Tensor]:
     if not tied:
         tensors["lm_head.weight"] = head.weight
     return tensors
-
-
-def final_norm(decoder: nn.Module) -> Any:
-    """The norm after the last decoder layer. Raises TargetError where there is none of the usual names."""
-    for name in ("norm", "final_layernorm", "ln_f", "final_norm"):
-        if (module := getattr(decoder, name, None)) is not None:
-            return module
-    raise TargetError(f"{type(decoder).__name__} has no final norm of a known name: this architecture is not supported")

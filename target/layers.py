@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from schemas.errors import OptionError, TargetError
 
 ASSUMED_DRAFT_LAYERS = 5
+# The last two: nemotron_h, dbrx and mpt; lfm2, which names the norm after its last layer for the embedding.
+NORM_NAMES = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "embedding_norm")
 
 
 def find_layers(decoder: nn.Module, num_hidden_layers: int) -> nn.ModuleList:
@@ -27,6 +29,14 @@ def find_layers(decoder: nn.Module, num_hidden_layers: int) -> nn.ModuleList:
             "supported"
         )
     return min(fitting, key=lambda item: item[:2])[2]
+
+
+def final_norm(decoder: nn.Module) -> Any:
+    """The norm after the last decoder layer. Raises TargetError where there is none of the usual names."""
+    for name in NORM_NAMES:
+        if (module := getattr(decoder, name, None)) is not None:
+            return module
+    raise TargetError(f"{type(decoder).__name__} has no final norm of a known name: this architecture is not supported")
 
 
 def default_layers(num_hidden_layers: int, draft_layers: int = ASSUMED_DRAFT_LAYERS) -> tuple[int, ...]:

@@ -2,19 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.quantization_config import GgufConfig
 
 from cache.device import resolve_device
 from schemas.errors import OptionError, TargetError
+from target.architecture import architecture, check_attention, check_quantised, decoder_and_head
+from target.faults import first_line, reported
+from target.gguf import find_gguf, unpack_gguf
 from target.layers import find_layers
 
 # What planning needs of a Hub model: everything but the weights.
@@ -29,7 +33,8 @@ SAMPLES_PER_FILE = 64
 class TargetRef:
     """A target that was found: `folder` holds config and tokenizer, `source` is what the weights are loaded from.
 
-    `revision` is the Hub's commit, or for a local folder "local-" and a fingerprint of its weight files.
+    `revision` is the Hub's commit, or for local weights "local-" and a fingerprint of their files. For a GGUF file `gguf` is
+    its name, `source` the folder that it lies in, and `folder` holds what was unpacked from it.
     """
 
     name: str
@@ -37,11 +42,12 @@ class TargetRef:
     folder: Path
     source: str
     trust_remote_code: bool = False
+    gguf: str | None = None
 
     @property
     def is_local(self) -> bool:
-        """Whether the weights lie in `folder`."""
-        return self.source == str(self.folder)
+        """Whether the weights lie on this machine's disk, under a path that the user gave."""
+        return self.gguf is not None or self.source == str(self.folder)
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,14 @@ class Target:
 
 
 def resolve_target(name: str, trust_remote_code: bool = False) -> TargetRef:
-    """Find a target: a local folder of that name, else the Hub's model ("Qwen3-8B" means "Qwen/Qwen3-8B").
+    """Find a target: a local folder or GGUF file of that name, else the Hub's model ("Qwen3-8B" means "Qwen/Qwen3-8B").
 
     Of a Hub model only the small files are fetched. Raises TargetError, at once where there is no network.
     """
     folder = Path(name).expanduser()
+    if (gguf := find_gguf(folder, WEIGHT_FILES)) is not None:
+        revision = f"local-{_fingerprint([gguf])}"
+        return TargetRef(gguf.stem, revision, unpack_gguf(gguf), str(gguf.parent), trust_remote_code, gguf.name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise TargetError(
@@ -95,7 +104,7 @@ def _fetch_small_files(name: str, repository: str) -> Path:
     except Exception as fault:  # the Hub client raises a dozen kinds, from half a dozen modules
         raise TargetError(
             f"target {name!r}: there is no local folder of that name, and the Hub does not give {repository!r} "
-            f"({_first_line(fault)}); "
+            f"({first_line(fault)}); "
             "give a model's folder, or correct the name or the connection"
         ) from None
     if not (folder / "config.json").is_file():
@@ -112,8 +121,12 @@ def weights_fingerprint(folder: Path) -> str:
     Reading every byte of a large model would cost minutes before planning starts; training moves every piece of every
     matrix.
     """
+    return _fingerprint(sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)))
+
+
+def _fingerprint(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         pieces = SAMPLES_PER_FILE if size > SAMPLED_BYTES * SAMPLES_PER_FILE else 1
@@ -126,6 +139,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 def read_config(ref: TargetRef) -> Any:
     """The target's whole transformers config; `.get_text_config()` of it is the decoder's. Raises TargetError."""
+    _check_trusted(ref, "config.json", "AutoConfig", "model_type")
     with _reported(ref, "config"):
         config = AutoConfig.from_pretrained(ref.folder, trust_remote_code=ref.trust_remote_code)
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -136,6 +150,7 @@ def read_config(ref: TargetRef) -> Any:
 
 def load_tokenizer(ref: TargetRef) -> Any:
     """The target's tokenizer. Raises TargetError where there is none, or none with a chat template."""
+    _check_trusted(ref, "tokenizer_config.json", "AutoTokenizer", None)
     with _reported(ref, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(ref.folder, trust_remote_code=ref.trust_remote_code)
     if not isinstance(tokenizer.chat_template, str):
@@ -192,48 +207,70 @@ def load_target(ref: TargetRef, dtype: str = "auto", device: str = "auto", attn:
     in at random.
     """
     config = read_config(ref)
-    torch_dtype, place = DTYPES[resolve_dtype(dtype, config)], resolve_device(device)
-    revision = None if ref.is_local else ref.revision
+    name, place = resolve_dtype(dtype, config), resolve_device(device)
+    check_quantised(ref.name, config)
+    check_attention(attn, name, place)
     with _reported(ref, "weights" if attn == "auto" else f"weights with --attn {attn}"):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        auto = architecture(ref.name, config, ref.trust_remote_code).auto
+        model, info = auto.from_pretrained(
             ref.source,
-            revision=revision,
-            dtype=torch_dtype,
-            attn_implementation=None if attn == "auto" else attn,
-            trust_remote_code=ref.trust_remote_code,
-            output_loading_info=True,
+            **_loading_arguments(ref, config, DTYPES[name], attn),
             distributed_config=DistributedConfig(tp_size=tp, tp_plan="auto") if tp > 1 else None,
         )
-    if bad := sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"]):
+    if tp == 1:
+        model.to(place)
+    return _as_target(ref, config, model, info, DTYPES[name], place)
+
+
+def _loading_arguments(ref: TargetRef, config: Any, dtype: torch.dtype, attn: str) -> dict[str, Any]:
+    arguments = {
+        "revision": None if ref.is_local else ref.revision,
+        "dtype": dtype,
+        "attn_implementation": None if attn == "auto" else attn,
+        "trust_remote_code": ref.trust_remote_code,
+        "output_loading_info": True,
+    }
+    if ref.gguf is not None:
+        # Packed weights would need a kernel of the Hub, and a head that training can use is wanted anyway.
+        arguments |= {"gguf_file": ref.gguf, "config": config, "quantization_config": GgufConfig(dequantize=True)}
+    return arguments
+
+
+def _as_target(
+    ref: TargetRef, config: Any, model: Any, info: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> Target:
+    # Taken apart and frozen. What only other parts lack (a vision tower, in a checkpoint of the text model) is not missed.
+    decoder, head = decoder_and_head(ref.name, model)
+    ours = tuple(f"{name}." for name, module in model.named_modules() if module is decoder or module is head)
+    lost = [str(key) for key in info["missing_keys"] if str(key).startswith(ours)]
+    if bad := sorted(lost) + sorted(str(key) for key in info["mismatched_keys"]):
         raise TargetError(
             f"target {ref.name!r}: {len(bad)} weights are missing or of another shape, such as {bad[0]}; get the "
             "model's files again"
         )
     model.eval().requires_grad_(False)
-    if tp == 1:
-        model.to(place)
     text = config.get_text_config()
-    decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
-    if lm_head is None:
+    return Target(model, decoder, head, text, find_layers(decoder, text.num_hidden_layers), dtype, device)
+
+
+def _check_trusted(ref: TargetRef, file: str, auto: str, known_by: str | None) -> None:
+    """TargetError where only code that comes with the target can read `file`, and the user did not say it may run."""
+    path = ref.folder / file
+    if ref.trust_remote_code or not path.is_file():
+        return
+    with _reported(ref, file):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        own = data.get("auto_map") or {}
+        code = own.get(auto) if isinstance(own, dict) else own
+    if code and not (known_by and data.get(known_by) in CONFIG_MAPPING):
+        code = next(part for part in ([code] if isinstance(code, str) else code) if part)
         raise TargetError(
-            f"target {ref.name!r}: {type(model).__name__} has no language-model head: give a causal language model"
+            f"target {ref.name!r}: it brings its own code ({code.split('--')[-1].rsplit('.', 1)[0]}.py), which was not run: "
+            "read it, then allow it with --trust-remote-code"
         )
-    return Target(model, decoder, lm_head, text, find_layers(decoder, text.num_hidden_layers), torch_dtype, place)
 
 
-@contextmanager
-def _reported(ref: TargetRef, what: str) -> Iterator[None]:
-    # Unreadable files raise whatever json, safetensors, tokenizers or torch raise; to the user it is one kind of fault.
-    try:
-        yield
-    except TargetError:
-        raise
-    except Exception as fault:
-        raise TargetError(
-            f"target {ref.name!r}: cannot load its {what} ({_first_line(fault)}); check the files in {ref.folder}"
-        ) from None
-
-
-def _first_line(fault: Exception) -> str:
-    lines = str(fault).strip().splitlines() or [""]
-    return f"{type(fault).__name__}: {lines[0][:200]}"
+def _reported(ref: TargetRef, what: str) -> AbstractContextManager[None]:
+    return reported(
+        ref.name, f"load its {what}", f"check the files in {ref.folder if ref.gguf is None else ref.source}"
+    )
