@@ -22,6 +22,8 @@ ROPE_KEYS = (
     "low_freq_factor",
     "high_freq_factor",
 )
+# Kimi Linear knows positions by its linear attention alone; its checkpoints' configs name this theta, transformers' class none.
+UNUSED_THETAS = {"kimi_linear": 10000.0}
 
 
 def draft_config(
@@ -34,7 +36,7 @@ def draft_config(
     its embedding and head. Raises OptionError for options or layers that do not fit, DraftError for a target whose rotary
     embedding a draft cannot repeat or whose config lacks a size.
     """
-    text = target_config.get("text_config") or target_config
+    text = text_config(target_config)
     rope = rope_parameters(text)
     heads = options.num_attention_heads or _needed(text, "num_attention_heads")
     data = {
@@ -68,6 +70,23 @@ def draft_config(
         "dflash_config": _own_part(identity, layers, options),
     }
     return parse(DraftConfig, data, "draft options", OptionError)
+
+
+def text_config(target_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's part of a target's config.json, with what transformers takes for the keys that it leaves out.
+
+    A wrapper's text_config may hold next to nothing (Gemma 3); a model may name a key in its own way (Kimi Linear:
+    model_max_length). A plain text model's file is otherwise complete, so what is missing there stays missing.
+    """
+    from transformers import CONFIG_MAPPING
+
+    nested = target_config.get("text_config")
+    given = {name: value for name, value in (nested or target_config).items() if value is not None}
+    if given.get("model_type") not in CONFIG_MAPPING:
+        return given
+    known = CONFIG_MAPPING[given["model_type"]].from_dict(dict(given))
+    names = {*known.attribute_map, *(known.to_dict() if nested else ())}
+    return {name: getattr(known, name, None) for name in names} | given
 
 
 def _architecture(options: DraftOptions) -> str:
@@ -111,12 +130,13 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """The draft's `rope_parameters`: type, theta and scaling of the target's full-attention layers, whole heads on one axis.
 
     Nested `rope_parameters` come first, then top-level `rope_theta` and `rope_scaling`. Raises DraftError for a type whose
-    frequencies change with the sequence's length, and for a target without rotary embedding.
+    frequencies change with the sequence's length, and for a target without rotary embedding, unless its published configs name
+    a theta all the same.
     """
     found: dict[str, Any] = dict(text.get("rope_scaling") or {}) | dict(text.get("rope_parameters") or {})
     if "full_attention" in found:
         found = dict(found["full_attention"])
-    theta = found.get("rope_theta", text.get("rope_theta"))
+    theta = found.get("rope_theta", text.get("rope_theta", UNUSED_THETAS.get(str(text.get("model_type")))))
     if theta is None:
         raise DraftError("the target's config has no rope_theta: a draft needs a target with rotary position embedding")
     rope_type = found.get("rope_type") or found.get("type") or "default"

@@ -50,8 +50,12 @@ def architecture(name: str, config: Any, trust_remote_code: bool) -> Architectur
         found = mapping.get(type(config), None)
         if found is not None:
             text_class = config.sub_configs.get("text_config")
-            bare = text_class is not None and getattr(found, "config_class", None) == text_class
-            return Architecture(auto, config.get_text_config() if bare else config)
+            if text_class is None or getattr(found, "config_class", None) != text_class:
+                return Architecture(auto, config)
+            text = config.get_text_config()
+            if (quantised := getattr(config, "quantization_config", None)) is not None:
+                text.quantization_config = quantised
+            return Architecture(auto, text)
     hint = "; it brings its own code, which --trust-remote-code runs" if own_code else ""
     raise TargetError(
         f"target {name!r}: transformers has no language model for model type {config.model_type!r}{hint}: give a causal "

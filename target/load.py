@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from cache.device import resolve_device
 from schemas.errors import OptionError, TargetError
-from target.architecture import architecture, check_attention, check_quantised, decoder_and_head
+from target.architecture import Architecture, architecture, check_attention, check_quantised, decoder_and_head
 from target.faults import first_line, reported
 from target.gguf import find_gguf, unpack_gguf
 from target.layers import find_layers
@@ -142,6 +142,10 @@ def read_config(ref: TargetRef) -> Any:
     _check_trusted(ref, "config.json", "AutoConfig", "model_type")
     with _reported(ref, "config"):
         config = AutoConfig.from_pretrained(ref.folder, trust_remote_code=ref.trust_remote_code)
+        raw = json.loads((ref.folder / "config.json").read_text(encoding="utf-8"))
+    # A wrapper's weights are tied where the wrapper says so, also where the text model is taken out of it.
+    if "tie_word_embeddings" in raw:
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(getattr(config.get_text_config(), name, None), int):
             raise TargetError(f"target {ref.name!r}: its config has no {name}: give a causal language model")
@@ -211,10 +215,10 @@ def load_target(ref: TargetRef, dtype: str = "auto", device: str = "auto", attn:
     check_quantised(ref.name, config)
     check_attention(attn, name, place)
     with _reported(ref, "weights" if attn == "auto" else f"weights with --attn {attn}"):
-        auto = architecture(ref.name, config, ref.trust_remote_code).auto
-        model, info = auto.from_pretrained(
+        known = architecture(ref.name, config, ref.trust_remote_code)
+        model, info = known.auto.from_pretrained(
             ref.source,
-            **_loading_arguments(ref, config, DTYPES[name], attn),
+            **_loading_arguments(ref, known, DTYPES[name], attn),
             distributed_config=DistributedConfig(tp_size=tp, tp_plan="auto") if tp > 1 else None,
         )
     if tp == 1:
@@ -222,8 +226,9 @@ def load_target(ref: TargetRef, dtype: str = "auto", device: str = "auto", attn:
     return _as_target(ref, config, model, info, DTYPES[name], place)
 
 
-def _loading_arguments(ref: TargetRef, config: Any, dtype: torch.dtype, attn: str) -> dict[str, Any]:
+def _loading_arguments(ref: TargetRef, known: Architecture, dtype: torch.dtype, attn: str) -> dict[str, Any]:
     arguments = {
+        "config": known.config,
         "revision": None if ref.is_local else ref.revision,
         "dtype": dtype,
         "attn_implementation": None if attn == "auto" else attn,
@@ -232,7 +237,7 @@ def _loading_arguments(ref: TargetRef, config: Any, dtype: torch.dtype, attn: st
     }
     if ref.gguf is not None:
         # Packed weights would need a kernel of the Hub, and a head that training can use is wanted anyway.
-        arguments |= {"gguf_file": ref.gguf, "config": config, "quantization_config": GgufConfig(dequantize=True)}
+        arguments |= {"gguf_file": ref.gguf, "quantization_config": GgufConfig(dequantize=True)}
     return arguments
 
 

@@ -192,3 +192,29 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         draft_config(config, identity(), layers, DraftOptions(**options))
+
+
+def test_a_wrapper_leaves_to_transformers_what_it_does_not_say() -> None:
+    """The text_config of google/gemma-3-4b-it names these keys alone; heads, theta and lengths are its class's own."""
+    sparse = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    wrapped = {"model_type": "gemma3", "text_config": sparse}
+    config = draft_config(wrapped, with_target(hidden_size=2560, vocab_size=262208), (0,), DraftOptions())
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 256)
+    assert config.rope_parameters == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    assert (config.max_position_embeddings, config.hidden_act) == (131072, "gelu_pytorch_tanh")
+
+
+def test_names_of_its_own_and_a_theta_that_is_not_used() -> None:
+    kimi = {name: value for name, value in QWEN3.items() if name not in ("rope_parameters", "max_position_embeddings")}
+    config = draft_config(
+        kimi | {"model_type": "kimi_linear", "model_max_length": 77}, identity(), (0,), DraftOptions()
+    )
+    assert config.max_position_embeddings == 77
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
