@@ -8,10 +8,11 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedTokenizerFast
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import is_accelerate_available, is_gguf_available
 
@@ -61,7 +62,8 @@ def unpack_gguf(gguf: Path) -> Path:
                 if (gguf.parent / name).is_file():
                     shutil.copy(gguf.parent / name, folder / name)
         else:
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+            # The automatic class would parse the whole file's config twice more, half a minute for a large vocabulary.
+            PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
     return folder
 
 
@@ -70,24 +72,30 @@ def _write_config(gguf: Path, path: Path) -> None:
         shutil.copy(gguf.parent / "config.json", path)
         return
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    _check_carried(gguf, config)
+    metadata, tensors = read_gguf_metadata(str(gguf))
+    _check_carried(gguf.name, config, metadata, tensors)
     data = config.to_dict()
     # The hash of this file is a part of a cache's identity: it must not change with the library's version.
     for name in ("transformers_version", "_name_or_path", "quantization_config"):
         data.pop(name, None)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    data["architectures"] = None if model_class is None else [model_class.__name__]
+    # transformers leaves these to the class, whose defaults are another model's: a wrong end would cut answers short.
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    ends = sorted({ids[name] for name in ("eos", "eot") if ids[name] is not None})
+    data |= {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": ends or None}
     path.write_text(json.dumps(data, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
 
 
-def _check_carried(gguf: Path, config: Any) -> None:
-    metadata, tensors = read_gguf_metadata(str(gguf))
+def _check_carried(name: str, config: Any, metadata: dict[str, Any], tensors: Collection[str]) -> None:
     kind = metadata["general.architecture"]
     rope = getattr(config, "rope_parameters", None) or {}
     scaled = metadata.get(f"{kind}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors
-    lost = [f"{kind}.{name}" for name in SCALES if metadata.get(f"{kind}.{name}") is not None]
+    lost = [f"{kind}.{scale}" for scale in SCALES if metadata.get(f"{kind}.{scale}") is not None]
     if scaled and rope.get("rope_type", "default") == "default":
         lost.insert(0, f"{kind}.rope.scaling")
     if lost:
         raise TargetError(
-            f"target {gguf.name!r}: transformers drops {', '.join(lost)} of the GGUF file, so the target would compute "
+            f"target {name!r}: transformers drops {', '.join(lost)} of the GGUF file, so the target would compute "
             "something else: put the original model's config.json beside it"
         )

@@ -48,9 +48,14 @@ def captured(tmp_path_factory, data):
     return get
 
 
-def reference(folder, prefix="model.", auto=tf.AutoModelForCausalLM, **load):
-    """ids -> (every layer's output [T, H], logits [T, V], embedding rows as they enter layer 0), and the model itself."""
-    model = auto.from_pretrained(folder, dtype=torch.float32, **load).eval()
+def reference(folder, prefix="model.", auto=tf.AutoModelForCausalLM):
+    """`hooked` of the model that transformers loads, and the model."""
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    return hooked(model, prefix), model
+
+
+def hooked(model, prefix="model."):
+    """ids -> every layer's output [T, H], logits [T, V], and the embedding rows as they enter layer 0."""
     layers = reduce(getattr, f"{prefix}layers".split("."), model)
     entered, states = [], []
     layers[0].register_forward_pre_hook(
@@ -66,7 +71,7 @@ def reference(folder, prefix="model.", auto=tf.AutoModelForCausalLM, **load):
             logits_TV = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         return [state[0] for state in states], logits_TV, entered[0][0]
 
-    return run, model
+    return run
 
 
 def check_rows(out, run):
