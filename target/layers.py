@@ -32,11 +32,13 @@ def find_layers(decoder: nn.Module, num_hidden_layers: int) -> nn.ModuleList:
 
 
 def final_norm(decoder: nn.Module) -> Any:
-    """The norm after the last decoder layer. Raises TargetError where there is none of the usual names."""
+    """The norm after the last decoder layer. Raises TargetError where there is none of the usual names with a weight."""
     for name in NORM_NAMES:
-        if (module := getattr(decoder, name, None)) is not None:
-            return module
-    raise TargetError(f"{type(decoder).__name__} has no final norm of a known name: this architecture is not supported")
+        if getattr(getattr(decoder, name, None), "weight", None) is not None:
+            return getattr(decoder, name)
+    raise TargetError(
+        f"{type(decoder).__name__} has no final norm of a known name with a weight: this architecture is not supported"
+    )
 
 
 def default_layers(num_hidden_layers: int, draft_layers: int = ASSUMED_DRAFT_LAYERS) -> tuple[int, ...]:
