@@ -18,9 +18,10 @@ from torch import nn
 from cache.read import open_cache
 from cache.write import CacheWriter
 from capture.forward import run_shard, shard_plan
+from capture.planning import plan_capture
 from capture.recheck import recheck
-from capture.run import capture, plan_capture
-from capture.settings import settle
+from capture.run import capture
+from capture.settings import scan_data, settle
 from schemas.errors import OptionError, TargetError
 from target import prefill
 from target.load import load_target, resolve_target
@@ -67,7 +68,7 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize("chunk", [1, 17, 64, 10_000])
 def test_shards_are_the_same_and_no_forward_sees_more(data, tiny_chat, tmp_path, chunk):
     settled = settle(capture_options(tiny_chat, data, tmp_path / "c", layers=(0, 4), batch_tokens=700), Recorder())
-    manifest, table, _ = plan_capture(settled, Recorder())
+    manifest, table, _ = plan_capture(settled, scan_data(settled.options, Recorder()), Recorder())
     target = load_target(settled.ref, "float32", "cpu")
     seen, done = [], []
     target.decoder.register_forward_pre_hook(
