@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from schemas.errors import CaptureFault
 from target.head import HeadTraits, logits_of
 from target.load import Target
+from target.prefill import cache_argument
 
 # Answered rows are dropped from the batch, at the price of a copy of the cache, once they are this share of it.
 DROP_SHARE = 0.25
@@ -111,10 +112,10 @@ def _answers(
     rows_b = torch.arange(count, device=device)
     ended_b = torch.zeros(count, dtype=torch.bool, device=device)
     answers = torch.full((count, max_new_tokens), -1, dtype=torch.long, device=device)
-    cache = DynamicCache(config=target.config)
+    cache, name = DynamicCache(config=target.config), cache_argument(target.decoder)
     for step in range(max_new_tokens):
         output = target.decoder(
-            input_ids=step_ids, attention_mask=mask_bS, position_ids=positions, cache=cache, use_cache=True
+            input_ids=step_ids, attention_mask=mask_bS, position_ids=positions, use_cache=True, **{name: cache}
         )
         logits_bV = logits_of(output.last_hidden_state[:, -1], target, traits)
         best_b = logits_bV.amax(dim=-1)

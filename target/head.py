@@ -19,6 +19,7 @@ from target.parallel import storage_of, whole
 
 # Float32 logits of a slice, a few copies of which are alive at once: 16 MB stay in a CPU's cache, 256 MB fill a GPU.
 SLICE_VALUES_CPU, SLICE_VALUES_GPU = 1 << 22, 1 << 26
+DENSE = (torch.float32, torch.bfloat16, torch.float16)
 # The product of these model types' config.logits_scaling and the logits is taken; all others divide by it.
 MULTIPLYING = ("hyperclovax",)
 
@@ -130,6 +131,12 @@ def head_tensors(target: Target, tied: bool) -> dict[str, Tensor]:
             f"the head of {type(target.model).__name__} has a bias, which drafts' runtimes do not apply: it is not "
             "supported"
         )
+    for what, weight in (("embedding", embedding), ("head", head.weight)):
+        if weight.dtype not in DENSE:
+            raise TargetError(
+                f"the {what} of {type(target.model).__name__} is still quantised ({weight.dtype}) as transformers loads it here, "
+                "and training needs its numbers: give the unquantised model"
+            )
     same = storage_of(head.weight) == storage_of(embedding)
     if same != tied:
         raise TargetError(

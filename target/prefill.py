@@ -48,11 +48,14 @@ def forward_pieces(decoder: nn.Module, config: Any, ids_bm: Tensor, ends: Sequen
 
     Between two pieces only the cache stays: take what is wanted of one before asking for the next.
     """
-    # The library renames the argument; models that bring their own code keep the old name.
-    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
-    cache = {name: DynamicCache(config=config), "use_cache": True}
+    cache = {cache_argument(decoder): DynamicCache(config=config), "use_cache": True}
     for start, end in pairwise((0, *ends)):
         yield decoder(input_ids=ids_bm[:, start:end], **cache).last_hidden_state
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name under which a model takes its cache. The library renames it; models that bring their own code keep the old one."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def even_ends(width: int, piece: int) -> list[int]:

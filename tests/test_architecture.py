@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from capture_fixtures import Recorder, capture_options, copy_tokenizer, shipped_rows, write_jsonl
-from target_fixtures import FLAT, KINDS, LAYERS, make_model, make_target
+from target_fixtures import FLAT, KINDS, make_model, make_target
 from torch import nn
 
 from capture.run import capture, dry_run
@@ -63,16 +63,6 @@ def test_scales_by_many_names(kind):
         check_decoder(target, replace(traits, embedding_scale=traits.embedding_scale * 1.01))
     with pytest.raises(TargetError, match="logits in a way that is not known"):
         check_head(target, replace(traits, logit_scale=traits.logit_scale * 1.1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_passes_and_its_layers_are_the_decoders(tmp_path_factory, kind):
-    target = load_target(resolve_target(make_target(kind, tmp_path_factory.mktemp("kind") / kind)), "float32", "cpu")
-    traits = head_traits(target.config)
-    check_head(target, traits)
-    check_decoder(target, traits)
-    assert len(target.layers) == LAYERS
-    assert {type(layer).__name__.endswith("DecoderLayer") for layer in target.layers} == {True}
 
 
 class Norm(nn.Module):
@@ -179,13 +169,17 @@ def test_an_attention_that_cannot_be_had(no_weights, data, tmp_path, kind, optio
     assert "\n" not in str(caught.value)
 
 
-def test_an_attention_that_fails_when_it_runs_is_one_line(data, tmp_path):
-    """transformers lets flex attention be chosen on the CPU, and raises there in the first forward with sinks."""
-    target = make_target("gpt-oss", tmp_path / "m")
-    options = {"attn": "flex_attention", "device": "cpu"}
-    with pytest.raises(TargetError, match=r"cannot run a few tokens .*sinks.*choose another --attn"):
-        capture(capture_options(target, data, tmp_path / "c", **options), Recorder())
-    assert not (tmp_path / "c").exists()
+def test_an_attention_that_fails_when_it_runs_is_one_line(data, tmp_path, monkeypatch):
+    """Some raise in the first forward alone, such as flex attention with sinks on a CPU."""
+    target = make_target("qwen3", tmp_path / "m")
+
+    def fail(*_args, **_kwargs):
+        raise ValueError("sinks cannot be run here.\nPlease switch.")
+
+    monkeypatch.setattr("transformers.models.qwen3.modeling_qwen3.Qwen3Attention.forward", fail)
+    with pytest.raises(TargetError, match=r"cannot run a few tokens .*sinks.*choose another --attn") as caught:
+        capture(capture_options(target, data, tmp_path / "c"), Recorder())
+    assert "\n" not in str(caught.value) and not (tmp_path / "c").exists()
 
 
 def test_a_target_that_sees_later_tokens_as_it_runs(tmp_path):

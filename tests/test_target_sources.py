@@ -148,6 +148,8 @@ def test_a_gguf_file(data, tmp_path, tied, quantised, given):
     check_files(tmp_path / "c", model, model.model.norm)
     config = open_cache(str(tmp_path / "c")).target_config
     assert (config["eos_token_id"], config["bos_token_id"]) == ([2], None), "the file's own, not the class's defaults"
+    if given == "folder":
+        return
     # The same text is the same ids as with the tokenizer that went into the file, and a rerun finds its own.
     run_capture(make_target("llama", tmp_path / "l"), data, tmp_path / "d")
     ids = [open_cache(str(tmp_path / name)).index["tokens_sha256"].to_pylist() for name in "cd"]

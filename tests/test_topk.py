@@ -128,3 +128,10 @@ def test_head_file(target, tmp_path):
     biased = replace(untied, lm_head=nn.Linear(32, 2048))
     with pytest.raises(TargetError, match="has a bias"):
         head_file(biased, False)
+
+
+def test_a_head_that_stays_quantised_is_refused(target):
+    packed = nn.Linear(32, 2048, bias=False)
+    packed.weight = nn.Parameter(packed.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(TargetError, match=r"the head of Qwen3ForCausalLM is still quantised \(torch\.float8_e4m3fn\)"):
+        head_file(replace(target, lm_head=packed), False)
