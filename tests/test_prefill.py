@@ -198,3 +198,14 @@ def test_a_capture_checks_its_pieces_before_it_writes(data, tiny_chat, tmp_path,
     with pytest.raises(TargetError, match="no pieces of 8"):
         capture(capture_options(tiny_chat, data, tmp_path / "c", prefill_chunk=8), Recorder())
     assert not (tmp_path / "c").exists()
+
+
+class OldName(Forgetting):
+    """A decoder of a model that brings its own code, under which the library's cache has its former name."""
+
+    def forward(self, input_ids, past_key_values, use_cache):
+        return self.decoder(input_ids=input_ids, cache=past_key_values, use_cache=use_cache)
+
+
+def test_a_cache_by_its_former_name(targets):
+    check_pieces(replace(targets["qwen3"], decoder=OldName(targets["qwen3"].decoder)), 64)

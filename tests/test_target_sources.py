@@ -246,3 +246,33 @@ def test_what_transformers_cannot_read_here_is_refused_before_weights_load(data,
     with pytest.raises(TargetError, match=rf"weights quantised with {method['quant_method']} .*{reason}") as caught:
         run_capture(folder, data, tmp_path / "c")
     assert "\n" not in str(caught.value) and "unquantised" in str(caught.value)
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def test_an_mxfp4_checkpoint_is_captured_as_what_it_stands_for(data, tmp_path):
+    """GPT-OSS as published: experts in blocks of 32 four-bit values with a power of two each."""
+    folder = Path(make_target("gpt-oss", tmp_path / "m"))
+    config = KINDS["gpt-oss"]()
+    config.intermediate_size = 32
+    model = make_model(config)
+    weights, generator = dict(model.state_dict()), torch.Generator().manual_seed(3)
+    plain = dict(weights)
+    for name, weight in list(weights.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inside, outside = weight.shape
+        codes = torch.randint(0, 16, (experts, outside, inside // 32, 32), generator=generator)
+        scales = torch.randint(124, 127, codes.shape[:3], generator=generator)
+        values = FP4[codes] * torch.exp2(scales[..., None].float() - 127)
+        plain[name] = values.reshape(experts, outside, inside).transpose(1, 2).contiguous()
+        del weights[name]
+        weights[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        weights[f"{name}_scales"] = scales.to(torch.uint8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
+    with_config(folder, intermediate_size=32, quantization_config=method)
+    run_capture(folder, data, tmp_path / "c")
+    model.load_state_dict(plain)
+    check_rows(tmp_path / "c", hooked(model))
