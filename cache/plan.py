@@ -7,7 +7,7 @@ the whole file, which for many shards is larger than any of them; so it is not f
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,6 +55,11 @@ class Plan:
         return cls(store, digest.hexdigest(), size, footer, groups, lengths)
 
     @property
+    def metadata(self) -> Mapping[bytes, bytes]:
+        """What the file says of itself, beside its columns."""
+        return self.footer.metadata or {}
+
+    @property
     def shards(self) -> list[int]:
         """The shards that are planned, in order."""
         return list(self.groups)
@@ -87,20 +92,39 @@ class Plan:
         return check_table(table, schema, self.store.where(PLAN))
 
 
-def write_plan(store: Store, table: pa.Table) -> Plan:
-    """Write the plan's table (PLAN_SCHEMA, sorted by shard) and open it. Its bytes are a pure function of the table."""
-    store.put(PLAN, _encoded(check_table(table, PLAN_SCHEMA, "the plan")))
+def write_plan(store: Store, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> Plan:
+    """Write the plan's table (PLAN_SCHEMA, sorted by shard) and open it. Its bytes are a pure function of table and metadata."""
+    store.put(PLAN, _encoded(check_table(table, PLAN_SCHEMA, "the plan"), metadata))
+    return _opened(store)
+
+
+def write_new_plan(store: Store, table: pa.Table, metadata: Mapping[bytes, bytes]) -> Plan | None:
+    """`write_plan` where there is no plan; None where there is one, which stays as it is."""
+    written = store.put_new(PLAN, _encoded(check_table(table, PLAN_SCHEMA, "the plan"), metadata))
+    return _opened(store) if written else None
+
+
+def plan_sha256(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> str:
+    """The hash that the plan of this table and metadata has once it is written."""
+    digest = hashlib.sha256()
+    for part in _encoded(check_table(table, PLAN_SCHEMA, "the plan"), metadata):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _opened(store: Store) -> Plan:
     plan = Plan.open(store)
     assert plan is not None
     return plan
 
 
-def _encoded(table: pa.Table) -> Iterator[bytes]:
+def _encoded(table: pa.Table, metadata: Mapping[bytes, bytes] | None) -> Iterator[bytes]:
     shards = table["shard"].to_numpy()
     assert len(shards) and (np.diff(shards) >= 0).all(), "the plan is sorted by shard and not empty"
     bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
     sink = _Sink()
-    with pq.ParquetWriter(sink, PLAN_SCHEMA, compression="zstd", write_page_checksum=True) as writer:
+    schema = PLAN_SCHEMA.with_metadata(dict(metadata)) if metadata else PLAN_SCHEMA
+    with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
         for start, stop in pairwise(bounds):
             writer.write_table(table.slice(start, stop - start).combine_chunks(), row_group_size=stop - start)
             yield from sink.drain()

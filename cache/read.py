@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -23,12 +22,12 @@ from torch import Tensor
 from cache.chunks import ChunkReader, read_rows
 from cache.codecs import check_codec, decode
 from cache.head import TargetHead
+from cache.index import read_index
 from cache.layout import read_root
 from cache.store import Store, open_store
-from cache.write import INDEX, object_sizes, read_records
+from cache.write import object_sizes, read_records
 from schemas.arrays import ArraySpec, array_specs
 from schemas.errors import CacheDamaged, CacheError
-from schemas.index import INDEX_SCHEMA, check_table
 from schemas.manifest import Manifest
 from schemas.records import record_name
 
@@ -162,22 +161,3 @@ def _check_objects(store: Store, manifest: Manifest, specs: Sequence[ArraySpec])
             if wanted is None or size != wanted.bytes:
                 state = "missing" if size is None else f"{size} bytes, not {wanted.bytes if wanted else 'committed'}"
                 raise CacheDamaged(f"{store.where(key)} is {state}: the cache is damaged; capture again")
-
-
-def read_index(store: Store, manifest: Manifest) -> pa.Table:
-    """The first `totals.samples` rows of index.parquet. Raises CacheDamaged, or CacheError for other columns."""
-    data = store.get(INDEX)
-    if data is None:
-        raise CacheDamaged(f"{store.where(INDEX)} is missing: the cache is damaged; capture again")
-    try:
-        table = pq.read_table(pa.BufferReader(data))
-    except (OSError, pa.ArrowException) as fault:
-        raise CacheDamaged(
-            f"{store.where(INDEX)} cannot be read ({str(fault).splitlines()[0]}): capture again"
-        ) from None
-    table = check_table(table, INDEX_SCHEMA, store.where(INDEX))
-    if len(table) < manifest.totals.samples:
-        raise CacheDamaged(
-            f"{store.where(INDEX)} has {len(table)} rows, the manifest says {manifest.totals.samples}: capture again"
-        )
-    return table.slice(0, manifest.totals.samples)

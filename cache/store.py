@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from cache.checksum import crc32c
+from cache.workspace import TEMPORARY, is_leftover, workspace_name
 from schemas.errors import CacheError, DflashError, OptionError
 from schemas.records import ObjectRecord
 
-TEMPORARY = ".tmp-"
 OBJECT_STORES = ("s3", "gs", "az")
 
 
@@ -44,11 +43,13 @@ def check_place(path: str) -> None:
         raise OptionError(f"--out {path}: {place} cannot be written: change its permissions, or give another --out")
 
 
-def write_whole(path: Path, parts: Iterable[bytes | memoryview], temporary: Path | None = None) -> ObjectRecord:
+def write_whole(
+    path: Path, parts: Iterable[bytes | memoryview], temporary: Path | None = None, new: bool = False
+) -> ObjectRecord:
     """Write `parts`, in order, as the file `path`; a reader sees the old file or the new one.
 
-    `temporary` is the name to write under (same file system), by default one beside the file. Returns its size and CRC-32C.
-    Raises DflashError where the disk is full or refuses.
+    `temporary` is the name to write under (same file system), by default one beside the file; `new` says that no such file
+    may be there. Returns its size and CRC-32C. Raises DflashError where the disk is full or refuses, FileExistsError for `new`.
     """
     temporary = temporary or path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     size, checksum = 0, 0
@@ -63,10 +64,12 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], temporary: Path
                 while len(view):
                     view = view[file.write(view) or 0 :]
             os.fsync(file.fileno())
-        os.rename(temporary, path)
+        _appear(temporary, path, new)
     except OSError as fault:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if new and isinstance(fault, FileExistsError) and path.exists():
+            raise
         raise DflashError(
             f"cannot write {path}: {fault.strerror or fault}: free some space or mend it, then run the same command again"
         ) from fault
@@ -75,6 +78,22 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], temporary: Path
         raise
     fsync_folder(path.parent)
     return ObjectRecord(bytes=size, crc32c=f"{checksum:08x}")
+
+
+def _appear(temporary: Path, path: Path, new: bool) -> None:
+    if not new:
+        os.rename(temporary, path)
+        return
+    try:
+        # Of two processes that do this at once one gets the name, which a look and a rename cannot promise.
+        os.link(temporary, path)
+        os.unlink(temporary)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.rename(temporary, path)
 
 
 class Span(NamedTuple):
@@ -102,6 +121,9 @@ class Store(Protocol):
 
     def put(self, key: str, parts: Iterable[bytes | memoryview]) -> ObjectRecord:
         """Write an object whole, of its parts in order; a reader sees the old one or the new one."""
+
+    def put_new(self, key: str, parts: Iterable[bytes | memoryview]) -> bool:
+        """`put` where there is no such object; False where there is one, which stays as it is. Of two at once, one gets True."""
 
     def get(self, key: str) -> bytes | None:
         """An object's bytes, or None where there is none."""
@@ -181,8 +203,18 @@ class LocalStore:
 
     def put(self, key: str, parts: Iterable[bytes | memoryview]) -> ObjectRecord:
         """Write an object whole. Unfinished ones lie in a folder that names this host and process."""
-        temporary = self.root / _workspace(os.getpid()) / key.replace("/", "-")
-        return write_whole(self.root / key, parts, temporary)
+        return write_whole(self.root / key, parts, self._unfinished(key))
+
+    def put_new(self, key: str, parts: Iterable[bytes | memoryview]) -> bool:
+        """See `Store.put_new`."""
+        try:
+            write_whole(self.root / key, parts, self._unfinished(key), new=True)
+        except FileExistsError:
+            return False
+        return True
+
+    def _unfinished(self, key: str) -> Path:
+        return self.root / workspace_name() / key.replace("/", "-")
 
     def get(self, key: str) -> bytes | None:
         """An object's bytes, or None where there is none."""
@@ -240,21 +272,6 @@ class LocalStore:
 
     def clean_workspaces(self) -> None:
         """Remove this process's unfinished objects, and those of processes of this host that no longer live."""
-        for folder in self.root.glob(f"{_workspace('*')}"):
-            pid = folder.name.rsplit("-", 1)[1]
-            if pid == str(os.getpid()) or not _alive(int(pid)):
+        for folder in self.root.glob(f"{TEMPORARY}*"):
+            if is_leftover(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _workspace(pid: int | str) -> str:
-    return f"{TEMPORARY}{socket.gethostname()}-{pid}"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -13,8 +13,8 @@ import torch
 
 from cache.chunks import ChunkReader
 from cache.codecs import check_codec, decode
+from cache.index import read_index
 from cache.layout import read_root, write_root
-from cache.read import read_index
 from cache.store import Store, open_store
 from cache.write import object_sizes, parse_record
 from schemas.arrays import array_specs

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cache.generations import earlier_metadata, generations_of, read_earlier, read_pending
+from cache.index import INDEX, read_index
 from cache.layout import read_root, write_arrays, write_root
 from cache.plan import PLAN, Plan, write_plan
 from cache.shard import encode_shard
@@ -23,8 +25,6 @@ from schemas.errors import CacheError
 from schemas.manifest import Identity, Manifest, first_difference
 from schemas.records import CommitRecord, record_name
 from schemas.strict import parse
-
-INDEX = "index.parquet"
 
 
 def existing_manifest(path: str) -> Manifest | None:
@@ -41,11 +41,7 @@ def check_same(path: str, found: Manifest, identity: Identity, sources: Sequence
 
     `sources` are (path, sha256, rows) of the data now asked for; a file that moved is the same data.
     """
-    if (difference := first_difference(identity, found.identity)) is not None:
-        name, asked, held = difference
-        raise CacheError(
-            f"{path} was captured with {name} {held!r}, this command asks for {asked!r}: use the same settings, or another --out"
-        )
+    check_identity(path, found, identity)
     if len(sources) != len(found.sources):
         raise CacheError(
             f"{path} was captured from {len(found.sources)} data files, this command gives {len(sources)}: use the same, or another --out"
@@ -63,6 +59,15 @@ def check_same(path: str, found: Manifest, identity: Identity, sources: Sequence
             )
 
 
+def check_identity(path: str, found: Manifest, identity: Identity) -> None:
+    """Refuse other settings than the cache's: CacheError names the first field that differs and both values."""
+    if (difference := first_difference(identity, found.identity)) is not None:
+        name, asked, held = difference
+        raise CacheError(
+            f"{path} was captured with {name} {held!r}, this command asks for {asked!r}: use the same settings, or another --out"
+        )
+
+
 @dataclass(frozen=True)
 class CacheWriter:
     """A cache under construction. Any number of processes may commit different shards of it."""
@@ -70,37 +75,60 @@ class CacheWriter:
     store: Store
     manifest: Manifest
     plan: Plan
+    # Shards before this one are those of the finished cache that is appended to; 0 where all are written here.
+    first_shard: int = 0
 
     @classmethod
-    def create(cls, path: str, manifest: Manifest, plan: pa.Table) -> "CacheWriter":
-        """Lay out a new cache: root, array metadata, then the plan. Nothing there may be worth keeping."""
+    def create(
+        cls, path: str, manifest: Manifest, plan: pa.Table, earlier: Sequence[tuple[int, str]] = ()
+    ) -> "CacheWriter":
+        """Lay out a new cache: root, array metadata, then the plan. Nothing there may be worth keeping.
+
+        `earlier`: (first shard, plan_sha256) of each generation, where it is an appended cache that is made again.
+        """
         store = open_store(path)
         store.clean_workspaces()
         write_root(store, manifest)
         write_arrays(store, manifest)
-        return cls(store, manifest, write_plan(store, plan))
+        return cls(store, manifest, write_plan(store, plan, earlier_metadata(earlier) if earlier else None))
 
     @classmethod
     def resume(cls, path: str) -> "CacheWriter | None":
-        """Go on with the incomplete cache at `path`, by its own plan; None where it was killed before its plan was written."""
+        """Go on with the unfinished cache at `path` by its own plan, or with what is being appended to a finished one.
+
+        None where there is no such plan: it was killed before the plan was written, or everything is in.
+        """
         store = open_store(path)
         store.clean_workspaces()
         manifest = read_root(store)
         plan = Plan.open(store)
-        return None if plan is None else cls(store, manifest, plan)
+        if plan is None:
+            return None
+        pending = read_pending(plan.metadata, store.where(PLAN))
+        if pending is None:
+            return None if manifest.complete else cls(store, manifest, plan)
+        # An unfinished cache cannot be appended to: the append came before its shards were forgotten.
+        if not manifest.complete or pending == manifest:
+            return None
+        return cls(store, pending, plan, first_shard=generations_of(pending)[-1].first_shard)
 
     def missing_shards(self) -> list[int]:
         """The shards still to do: those without a commit record, or whose objects are not what the record says."""
-        shards = range(self.manifest.totals.shards)
-        specs = array_specs(self.manifest.identity, len(shards))
+        shards = range(self.first_shard, self.manifest.totals.shards)
+        specs = array_specs(self.manifest.identity, shards.stop)
         # Records first: a shard that another process commits meanwhile then has its objects in the list.
         records = list(read_records(self.store, shards))
         sizes = object_sizes(self.store, [spec.name for spec in specs])
         return [
             shard
             for shard, record in zip(shards, records, strict=True)
-            if not _is_committed(record, self.plan.sha256, {spec.object_key(shard) for spec in specs}, sizes)
+            if not is_committed(record, self._plan_of(shard), {spec.object_key(shard) for spec in specs}, sizes)
         ]
+
+    def _plan_of(self, shard: int) -> str:
+        # The hash of the plan that the shard's record names.
+        made_by = [digest for first, digest in read_earlier(self.plan.metadata) if first <= shard]
+        return made_by[-1] if made_by else self.plan.sha256
 
     def commit_shard(self, shard: int, arrays: Mapping[str, NDArray[np.generic]]) -> int:
         """Write every array's object of one shard, each [shard_tokens, ...], then the commit record. Returns the bytes written."""
@@ -118,7 +146,7 @@ class CacheWriter:
             key = spec.object_key(shard)
             objects[key] = self.store.put(key, encode_shard(array, spec.chunk_rows))
         record = CommitRecord(
-            shard=shard, rows=(shard * rows, (shard + 1) * rows), plan_sha256=self.plan.sha256, objects=objects
+            shard=shard, rows=(shard * rows, (shard + 1) * rows), plan_sha256=self._plan_of(shard), objects=objects
         )
         self.store.put(record_name(shard), [record.model_dump_json(indent=1).encode()])
         return sum(item.bytes for item in objects.values())
@@ -128,16 +156,35 @@ class CacheWriter:
         self.store.put(key, [data])
 
     def finish(self) -> Manifest:
-        """Write the index, then the manifest that says complete; the plan has served. Every shard must be in."""
+        """Write the index, then the manifest that says complete; the plan has served. Every shard must be in.
+
+        Raises CacheError where a cache that is appended to changed meanwhile.
+        """
         assert not self.missing_shards()
-        buffer = io.BytesIO()
-        pq.write_table(self.plan.index(), buffer, compression="zstd")
-        self.store.put(INDEX, [buffer.getvalue()])
         complete = self.manifest.model_copy(update={"complete": True})
+        base: list[pa.Table] = []
+        if self.first_shard:
+            held = read_root(self.store)
+            if held == complete:  # another process did the same and was faster
+                return complete
+            self._check_base(held)
+            base = [read_index(self.store, held)]
+        buffer = io.BytesIO()
+        pq.write_table(pa.concat_tables([*base, self.plan.index()]).combine_chunks(), buffer, compression="zstd")
+        self.store.put(INDEX, [buffer.getvalue()])
         write_root(self.store, complete)
         self.store.delete(PLAN)
         self.store.clean_workspaces()
         return complete
+
+    def _check_base(self, held: Manifest) -> None:
+        # What was appended to must be what it was when the append was planned, and the plan still this one.
+        plan = Plan.open(self.store)
+        same_plan = plan is not None and plan.sha256 == self.plan.sha256
+        if not same_plan or not held.complete or held.totals.shards != self.first_shard:
+            raise CacheError(
+                f"{self.store.where()} changed while it was appended to: the new shards are not in; run the same command again"
+            )
 
 
 def read_record(store: Store, shard: int) -> CommitRecord | None:
@@ -167,7 +214,8 @@ def object_sizes(store: Store, arrays: Sequence[str]) -> dict[str, int]:
     return {key: size for name in arrays for key, size in store.sizes(name).items()}
 
 
-def _is_committed(record: CommitRecord | None, plan_sha256: str, keys: Set[str], sizes: Mapping[str, int]) -> bool:
+def is_committed(record: CommitRecord | None, plan_sha256: str, keys: Set[str], sizes: Mapping[str, int]) -> bool:
+    """Whether a shard's record is of that plan and of these objects, and each of them is there at its size."""
     if record is None or record.plan_sha256 != plan_sha256 or record.objects.keys() != keys:
         return False
     return all(sizes.get(key) == record.objects[key].bytes for key in keys)

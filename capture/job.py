@@ -1,17 +1,21 @@
 """What a capture has to do, by what lies in its place already: nothing, what is missing, or all of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from cache.append import begin_append, resume_append
+from cache.disk import check_free, needed_bytes
+from cache.generations import MERGED, generations_of
 from cache.store import open_store
 from cache.verify import forget, verify
 from cache.write import CacheWriter, check_same, existing_manifest
+from capture.append import addition, appendable, plan_again, plan_append
 from capture.lines import Scan
-from capture.planning import check_disk, plan_capture, tell_plan
+from capture.planning import plan_capture, tell_plan
 from capture.settings import Settings, check_reading, scan_data
-from schemas.errors import CacheError
+from schemas.errors import CacheError, OptionError
 from schemas.manifest import Manifest
 from schemas.say import Say
 from target.tokens import mask_token
@@ -21,46 +25,98 @@ from target.tokens import mask_token
 class Job:
     """What was `found` there, and what follows: it is `done`; it is gone on with by `writer`; or it is begun by `plan`.
 
-    `replaced`: what was found is another capture, which goes.
+    `appends`: the plan is of shards behind those found. `replaced`: what was found is another capture, which goes. `earlier`:
+    what was found was appended to, and is made again, each generation's shards by its own plan (first shard, plan_sha256).
     """
 
     found: Manifest | None
     done: Manifest | None = None
     writer: CacheWriter | None = None
     plan: tuple[Manifest, pa.Table] | None = None
+    appends: bool = False
     replaced: bool = False
+    earlier: Sequence[tuple[int, str]] = ()
 
 
-def find_job(settings: Settings, say: Say) -> Job:
+def find_job(settings: Settings, say: Say, confirm: Callable[[Manifest], bool] = lambda _: True) -> Job:
     """Compare what is asked with what is there; plan what is to be begun. Nothing is written but the end of what was all there.
 
-    Raises UserError (its kinds) for a cache of other settings or data that may not be overwritten, and for want of disk.
+    `confirm` is asked, with its manifest, whether another cache may be overwritten. Raises UserError (its kinds) for a cache of
+    other settings or data that may not be, and for want of disk.
     """
     out, scans = settings.options.out, scan_data(settings.options, say)
     found = existing_manifest(out)
+    if settings.options.append:
+        return _append_job(settings, scans, found, say)
     same = same_as(found, settings, scans)
+    replaced = found is not None and same is None
+    if found is not None and replaced and not confirm(found):
+        raise OptionError(f"{out} is kept as it is: give another --out, or confirm --overwrite")
     if same is not None and same.complete:
         _, faults = verify(out, False, say)
         if not faults:
             say.note(f"{out} is already captured with these settings and this data: nothing to do")
             return Job(found, done=same)
         say.warn(f"{out} is damaged ({faults[0].where}: {faults[0].what}): capturing again what is")
+        _check_captured(out, same)
         forget(out, faults)
         found = same = existing_manifest(out)
-    writer = None if same is None else CacheWriter.resume(out)
-    if writer is not None:
-        missing, pieces = writer.missing_shards(), str(settings.options.prefill_chunk or "none")
-        if missing and (before := writer.manifest.record.get("prefill_chunk")) != pieces:
-            say.warn(
-                f"{out} was begun with --prefill-chunk {before}, now it is {pieces}: the remaining shards differ from what "
-                "they would have been by rounding"
-            )
-        say.note(f"{out}: going on, {len(missing)} of {writer.manifest.totals.shards} shards to do")
-        return Job(found, writer=writer) if missing else Job(found, done=writer.finish())
+    if same is not None:
+        _check_captured(out, same)
+        if (writer := CacheWriter.resume(out)) is not None:
+            return _go_on(settings, found, writer, say)
+        if len(generations_of(same)) > 1:
+            table, earlier = plan_again(settings, scans, same, say)
+            return Job(found, plan=(same.model_copy(update={"complete": False}), table), earlier=earlier)
     manifest, table, collected = plan_capture(settings, scans, say)
-    check_disk(out, manifest)
+    check_free(open_store(out), *needed_bytes(manifest.identity, manifest.totals.shards, table.nbytes))
     tell_plan(manifest, collected, say)
-    return Job(found, plan=(manifest, table), replaced=found is not None and same is None)
+    return Job(found, plan=(manifest, table), replaced=replaced)
+
+
+def _go_on(settings: Settings, found: Manifest | None, writer: CacheWriter, say: Say) -> Job:
+    missing, out = writer.missing_shards(), settings.options.out
+    if missing:
+        _warn_of_pieces(settings, writer.manifest, "the remaining", say)
+    say.note(f"{out}: going on, {len(missing)} of {writer.manifest.totals.shards - writer.first_shard} shards to do")
+    if not missing:
+        return Job(found, done=writer.finish())
+    check_free(writer.store, *needed_bytes(writer.manifest.identity, len(missing), writer.plan.size))
+    return Job(found, writer=writer)
+
+
+def _append_job(settings: Settings, scans: Sequence[Scan], found: Manifest | None, say: Say) -> Job:
+    out = settings.options.out
+    held, left = appendable(settings, scans, found, say)
+    if not left:
+        return Job(found, done=held)
+    if (writer := resume_append(out)) is not None:
+        return _go_on(settings, found, writer, say)
+    if (planned := plan_append(settings, left, held, say)) is None:
+        return Job(found, done=held)
+    pending, table, collected = planned
+    added = addition(pending, held)
+    check_free(open_store(out), *needed_bytes(held.identity, added.totals.shards, table.nbytes))
+    tell_plan(added, collected, say)
+    _warn_of_pieces(settings, held, "the new", say)
+    return Job(found, plan=(pending, table), appends=True)
+
+
+def _warn_of_pieces(settings: Settings, begun: Manifest, which: str, say: Say) -> None:
+    pieces = str(settings.options.prefill_chunk or "none")
+    if (before := begun.record.get("prefill_chunk")) != pieces:
+        say.warn(
+            f"{settings.options.out} was begun with --prefill-chunk {before}, now it is {pieces}: {which} shards differ from "
+            "what they would have been by rounding"
+        )
+
+
+def _check_captured(out: str, manifest: Manifest) -> None:
+    if MERGED in manifest.record:
+        raise CacheError(
+            f"{out} was merged from several caches, so it cannot be captured again: run its `dflash merge` command again (it "
+            "mends what is damaged), and append again what was appended since"
+        )
 
 
 def open_writer(job: Job, out: str, record: Mapping[str, str], say: Say) -> CacheWriter:
@@ -75,6 +131,10 @@ def open_writer(job: Job, out: str, record: Mapping[str, str], say: Say) -> Cach
         say.note(f"{out}: removing what another capture left there")
         open_store(out).remove()
     manifest, table = job.plan
+    if job.appends:
+        return begin_append(out, manifest, table)
+    if job.earlier:
+        return CacheWriter.create(out, manifest, table, job.earlier)
     return CacheWriter.create(out, manifest.model_copy(update={"record": manifest.record | dict(record)}), table)
 
 

@@ -49,15 +49,22 @@ class Collected:
     counts: Counter[str]
 
 
-def collect(chat: Chat, scans: Sequence[Scan], rules: SampleRules, progress: Callable[[int, int], None]) -> Collected:
+def collect(
+    chat: Chat,
+    scans: Sequence[Scan],
+    rules: SampleRules,
+    progress: Callable[[int, int], None],
+    held: frozenset[str] = frozenset(),
+) -> Collected:
     """Read, tokenise, mask and split every row; exact duplicates (same ids and mask) are kept once.
 
-    `progress(rows done, rows in all)` is called now and then. Raises BadRow, and DataError where no sample is left.
+    `progress(rows done, rows in all)` is called now and then; `held` are the hashes of samples that are duplicates from the
+    start. Raises BadRow, and DataError where no sample is left, unless they are duplicates of those.
     """
     samples: list[Sample] = []
     source_of: list[int] = []
     sources: list[Source] = []
-    known: set[str] = set()
+    known = set(held)
     first_skipped: dict[str, str] = {}
     counts: Counter[str] = Counter()
     duplicates = done = 0
@@ -86,9 +93,10 @@ def collect(chat: Chat, scans: Sequence[Scan], rules: SampleRules, progress: Cal
                 path=scan.shown, sha256=scan.sha256, rows=scan.rows, kept=kept, skipped=dict(sorted(skipped.items()))
             )
         )
-    if not samples:
+    if not samples and not (held and duplicates):
         raise DataError(_nothing_kept(scans, sources, first_skipped))
-    seen = frozenset(np.unique(np.concatenate([np.unique(sample.input_ids) for sample in samples])).tolist())
+    ids = [np.unique(sample.input_ids) for sample in samples]
+    seen = frozenset(np.unique(np.concatenate(ids)).tolist() if ids else ())
     truncated = sum(sample.truncated for sample in samples)
     return Collected(samples, source_of, tuple(sources), seen, duplicates, truncated, first_skipped, counts)
 

@@ -8,13 +8,10 @@ import pyarrow as pa
 import torch
 import transformers
 
-from cache.store import open_store
 from capture.lines import Scan
 from capture.plan import Collected, build_plan, collect
 from capture.settings import Settings, reading_record, sample_rules
 from capture.tell import first_skipped_record, tell_data
-from schemas.arrays import bytes_per_token
-from schemas.errors import OptionError
 from schemas.manifest import Manifest
 from schemas.say import Say
 from target.tokens import mask_token
@@ -65,14 +62,3 @@ def tell_plan(manifest: Manifest, collected: Collected, say: Say) -> None:
         say.warn("no sample falls into the held-out part: raise --val-fraction, or nothing can be evaluated")
     if totals.val_samples == totals.samples:
         say.warn("every sample falls into the held-out part: lower --val-fraction, or nothing can be trained on")
-
-
-def check_disk(out: str, manifest: Manifest) -> None:
-    """OptionError where the plan needs more than is free."""
-    rows = manifest.totals.shards * manifest.identity.shard_tokens
-    needed, free = bytes_per_token(manifest.identity)[0] * rows, open_store(out).free_bytes()
-    if free is not None and needed > free:
-        raise OptionError(
-            f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: free some, capture fewer layers "
-            "or rows, or give another --out"
-        )

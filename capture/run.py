@@ -1,10 +1,12 @@
 """`dflash capture`: all is decided before the weights are loaded; then shard after shard is run and committed."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache.store import open_store
 from cache.write import CacheWriter, existing_manifest
+from capture.append import addition, appendable, plan_append
 from capture.crew import Crew, gather
 from capture.job import Job, find_job, open_writer, same_as
 from capture.planning import plan_capture, tell_plan
@@ -38,32 +40,42 @@ class DryRun:
     free_bytes: int | None
 
 
-def capture(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Manifest | None:
+def capture(
+    options: CaptureOptions, say: Say, ranks: Ranks = ALONE, confirm: Callable[[Manifest], bool] = lambda _: True
+) -> Manifest | None:
     """Capture the target's hidden states into `options.out`; the first process returns the finished cache's manifest.
 
-    A finished cache of the same settings and data is left as it is; an unfinished one is gone on with. Every one of
-    several processes calls this; they share the work shard by shard. Raises UserError (its kinds) before anything is
+    A finished cache of the same settings and data is left as it is; an unfinished one is gone on with. `confirm` is asked
+    before --overwrite gives up another cache, of which it gets the manifest. Every one of several processes calls this; they
+    share the work shard by shard. Raises UserError (its kinds) before anything is
     written, CaptureFault for values that must not be stored, Bystander where another process failed.
     """
     with gather(ranks, options.tp) as crew:
         if ranks.first:
-            return _lead(settle(options, say, ranks), crew, say)
+            return _lead(settle(options, say, ranks), crew, say, confirm)
         _follow(options, crew)
         return None
 
 
-def dry_run(options: CaptureOptions, say: Say) -> DryRun:
-    """Plan as `capture` would and write nothing. Raises the same UserErrors."""
+def dry_run(options: CaptureOptions, say: Say) -> DryRun | None:
+    """Plan as `capture` would and write nothing; None where nothing is to append. Raises the same UserErrors."""
     settings, scans = settle(options, say), scan_data(options, say)
-    same_as(existing_manifest(options.out), settings, scans)
-    manifest, _, collected = plan_capture(settings, scans, say)
+    found = existing_manifest(options.out)
+    if options.append:
+        held, left = appendable(settings, scans, found, say)
+        if not left or (planned := plan_append(settings, left, held, say)) is None:
+            return None
+        manifest, collected = addition(planned[0], held), planned[2]
+    else:
+        same_as(found, settings, scans)
+        manifest, _, collected = plan_capture(settings, scans, say)
     tell_plan(manifest, collected, say)
     return DryRun(manifest, collected.truncated, open_store(options.out).free_bytes())
 
 
-def _lead(settings: Settings, crew: Crew, say: Say) -> Manifest:
+def _lead(settings: Settings, crew: Crew, say: Say, confirm: Callable[[Manifest], bool]) -> Manifest:
     """The first process: decides what there is to do, does its share, and finishes when every shard is in."""
-    out, job = settings.options.out, find_job(settings, say)
+    out, job = settings.options.out, find_job(settings, say, confirm)
     crew.tell("work", "nothing" if job.done else "load")
     if job.done:
         return job.done
@@ -73,7 +85,7 @@ def _lead(settings: Settings, crew: Crew, say: Say) -> Manifest:
         head = head_file(target, settings.identity.target.tied)
         crew.tell("loaded/0")
         crew.hear_all("loaded")
-        job = _look_again(job, settings, say)
+        job = _look_again(job, settings, say, confirm)
         if job.done:
             crew.tell("shards", "[]")
             return job.done
@@ -112,11 +124,11 @@ def _follow(options: CaptureOptions, crew: Crew) -> None:
         crew.tell(f"done/{rank}")
 
 
-def _look_again(job: Job, settings: Settings, say: Say) -> Job:
+def _look_again(job: Job, settings: Settings, say: Say, confirm: Callable[[Manifest], bool]) -> Job:
     # Loading takes minutes, in which another capture may have begun or finished the same cache.
     while existing_manifest(settings.options.out) != job.found:
         say.note(f"{settings.options.out}: another capture came first while this one was planned")
-        job = find_job(settings, say)
+        job = find_job(settings, say, confirm)
     return job
 
 
@@ -133,6 +145,8 @@ def _load(settings: Settings) -> Target:
 
 
 def _put_target(settings: Settings, head: bytes, writer: CacheWriter) -> None:
+    if writer.first_shard:  # what is appended to has them, and stays as it is
+        return
     writer.put_file("target/head.safetensors", head)
     for name in TARGET_FILES:
         if (path := settings.ref.folder / name).is_file():

@@ -63,8 +63,16 @@ def capture(
         int | None, typer.Option(help="The id that stands for a token to be drafted. By default found.")
     ] = None,
     skip_bad_rows: SkipBadRows = False,
+    append: Annotated[
+        bool,
+        typer.Option("--append", help="Add --data to the finished cache in --out, made with the same settings."),
+    ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a cache of other settings or data that is in --out.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace a cache of other settings or data that is in --out; on a terminal the word is asked for.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan only: print samples, tokens, bytes, shards and free disk.")
@@ -81,12 +89,14 @@ def capture(
     if (ranks := own_ranks(os.environ, nproc, tp)) is None:
         launch(context.obj, nproc or tp)
     from capture import run
+    from pipeline.confirm import confirm_overwrite
     from pipeline.inspect import plan_text, summary_text
 
     with Console() as say:
         if dry_run:
-            print(plan_text(run.dry_run(options, say)))
-        elif (manifest := run.capture(options, say, ranks)) is not None:
+            if (plan := run.dry_run(options, say)) is not None:
+                print(plan_text(plan))
+        elif (manifest := run.capture(options, say, ranks, lambda lost: confirm_overwrite(out, lost))) is not None:
             print(summary_text(out, manifest))
 
 

@@ -49,7 +49,14 @@ class CaptureOptions(Strict):
     tp: int = Field(1, ge=1)
     trust_remote_code: bool = False
     skip_bad_rows: bool = False
+    append: bool = False
     overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _append_or_overwrite(self) -> "CaptureOptions":
+        if self.append and self.overwrite:
+            raise ValueError("--append keeps what is in --out, --overwrite replaces it: give one of them")
+        return self
 
 
 class RegenerateOptions(Strict):

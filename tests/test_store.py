@@ -42,13 +42,52 @@ def test_a_fault_while_writing_leaves_the_old_object(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["object"]
 
 
+def test_an_object_that_must_be_new_is_never_replaced(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path)
+    assert store.put_new("plan", [b"first"])
+    assert not store.put_new("plan", [b"second"])
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no hard links here")))
+    assert not store.put_new("plan", [b"third"])
+    assert store.put_new("other", [b"first"])
+    assert (store.get("plan"), store.get("other")) == (b"first", b"first")
+    assert not list(tmp_path.glob(".tmp-*/*"))
+
+
 def test_only_dead_workers_leftovers_are_removed(tmp_path):
     store = LocalStore(tmp_path)
     script = "import sys; from cache.store import LocalStore; from pathlib import Path\nLocalStore(Path(sys.argv[1])).put('x', [b'1'])"
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
     dead = next(tmp_path.glob(".tmp-*"))
     (dead / "unfinished").write_bytes(b"half")
-    living = dead.with_name(f"{dead.name.rsplit('-', 1)[0]}-{os.getppid()}")
-    living.mkdir()
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", f"{script}\nprint(flush=True); sys.stdin.read()", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        sleeper.stdout.readline()
+        (living,) = set(tmp_path.glob(".tmp-*")) - {dead}
+        host, space, start, pid = living.name.rsplit("-", 3)
+        kept = {
+            living.name,
+            # Of another host or pid namespace nothing can be known: not even of a host whose name goes on with a dash.
+            f"{host}-2-{space}-{start}-999999999",
+            f"{host}x-{space}-{start}-999999999",
+            f"{host}-{int(space) + 1}-{start}-999999999",
+            ".tmp-something-else",
+        }
+        removed = {
+            dead.name,
+            # The process id is in use again, by a process that began later.
+            f"{host}-{space}-{int(start) - 1}-{pid}",
+            # A restarted container counts from the same ids: what bears ours is not in use, since we only begin.
+            f"{host}-{space}-1-{os.getpid()}",
+        }
+        for name in kept | removed:
+            (tmp_path / name).mkdir(exist_ok=True)
+        store.clean_workspaces()
+        assert {path.name for path in tmp_path.glob(".tmp-*")} == kept
+    finally:
+        sleeper.communicate(b"")
     store.clean_workspaces()
-    assert [path.name for path in tmp_path.glob(".tmp-*")] == [living.name]
+    assert {path.name for path in tmp_path.glob(".tmp-*")} == kept - {living.name}

@@ -12,7 +12,8 @@ from typing import Literal
 import yaml
 
 from cache.read import Cache
-from cache.store import TEMPORARY, write_whole
+from cache.store import write_whole
+from cache.workspace import TEMPORARY
 from schemas.errors import DraftError
 from schemas.manifest import Identity, Totals, first_difference
 from schemas.options import TrainOptions
