@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 
 TEMPORARY = ".tmp-"
-_NAME = re.compile(re.escape(TEMPORARY) + r"(?P<host>.+)-(?P<space>\d+)-(?P<start>\d+)-(?P<pid>\d+)")
+# What follows the host's name; a worker that knew nothing better named its process id alone.
+_PROCESS = re.compile(r"(?:(?P<space>\d+)-(?P<start>\d+)-)?(?P<pid>\d+)")
 
 
 def workspace_name() -> str:
@@ -30,11 +31,14 @@ def is_leftover(name: str) -> bool:
 
     Of any other nothing can be known from here: it is not a leftover.
     """
-    found = _NAME.fullmatch(name)
-    if found is None or found["host"] != socket.gethostname() or int(found["space"]) != _namespace():
+    ours = f"{TEMPORARY}{socket.gethostname()}-"
+    found = _PROCESS.fullmatch(name.removeprefix(ours)) if name.startswith(ours) else None
+    if found is None or (found["space"] is not None and int(found["space"]) != _namespace()):
         return False
-    pid, start = int(found["pid"]), int(found["start"])
-    return pid == os.getpid() or not _alive(pid) or _start_of(pid) not in (None, start)
+    pid = int(found["pid"])
+    if pid == os.getpid() or not _alive(pid):
+        return True
+    return found["start"] is not None and _start_of(pid) not in (None, int(found["start"]))
 
 
 def _namespace() -> int:

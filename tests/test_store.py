@@ -75,9 +75,11 @@ def test_only_dead_workers_leftovers_are_removed(tmp_path):
             f"{host}x-{space}-{start}-999999999",
             f"{host}-{int(space) + 1}-{start}-999999999",
             ".tmp-something-else",
+            f"{host}-{os.getppid()}",
         }
         removed = {
             dead.name,
+            f"{host}-999999999",
             # The process id is in use again, by a process that began later.
             f"{host}-{space}-{int(start) - 1}-{pid}",
             # A restarted container counts from the same ids: what bears ours is not in use, since we only begin.
