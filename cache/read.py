@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cache.chunks import ChunkReader, read_rows
 from cache.codecs import check_codec, decode
+from cache.generations import maker
 from cache.head import TargetHead
 from cache.index import read_index
 from cache.layout import read_root
@@ -130,7 +131,9 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
         held_records = store.sizes("shards")
         done = sum(record_name(shard) in held_records for shard in range(manifest.totals.shards))
         raise CacheError(
-            f"{path} is incomplete ({done} of {manifest.totals.shards} shards): run the same `dflash capture` command again to finish it"
+            f"{path} is incomplete ({done} of {manifest.totals.shards} shards): "
+            f"run the same `{maker(manifest)}` command again to finish it, or "
+            "train on what is there with `dflash train --partial`"
         )
     for layer in layers or ():
         if layer not in held:

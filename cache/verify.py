@@ -13,6 +13,7 @@ import torch
 
 from cache.chunks import ChunkReader
 from cache.codecs import check_codec, decode
+from cache.generations import maker
 from cache.index import read_index
 from cache.layout import read_root, write_root
 from cache.store import Store, open_store
@@ -45,7 +46,7 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     manifest = read_root(store)
     check_codec(manifest.identity.codec)
     if not manifest.complete:
-        raise CacheError(f"{path} is incomplete: run the same `dflash capture` command again to finish it")
+        raise CacheError(f"{path} is incomplete: run the same `{maker(manifest)}` command again to finish it")
     faults = [Fault(key, "missing") for key in HEAD_FILES if store.size(key) is None]
     try:
         rows = read_index(store, manifest).to_pylist()

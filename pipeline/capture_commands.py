@@ -1,4 +1,4 @@
-"""Stage one: `dflash regenerate` and `dflash capture`."""
+"""Stage one: `dflash regenerate`, `dflash capture` and `dflash merge`."""
 
 import os
 from typing import Annotated
@@ -178,3 +178,24 @@ def regenerate(
 
     with Console() as say:
         answer(options, say)
+
+
+def merge(
+    caches: Annotated[
+        list[str],
+        typer.Argument(help="Finished caches of the same settings; the first one's come first, its head is kept."),
+    ],
+    out: Annotated[
+        str, typer.Option(help="The new cache; the same command again goes on with an unfinished one, or mends it.")
+    ],
+) -> None:
+    """Join caches into one without decoding anything; samples that came before are left out."""
+    from cache.merge import merge as run_merge
+    from pipeline.inspect import summary_text
+
+    with Console() as say:
+        merged = run_merge(caches, out, say)
+    for path, duplicates in zip(caches, merged.duplicates, strict=True):
+        if duplicates:
+            print(f"{path}: {duplicates:,} samples came before and are left out")
+    print(summary_text(out, merged.manifest))

@@ -25,6 +25,7 @@ for command in (
     capture_commands.regenerate,
     capture_commands.preview,
     capture_commands.capture,
+    capture_commands.merge,
     train_command.train,
     measure_commands.evaluate,
     measure_commands.inspect,

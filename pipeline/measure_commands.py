@@ -125,6 +125,7 @@ def verify(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say whether a cache is what it says it is, and if not what is damaged and which samples that touches."""
+    from cache.generations import maker
     from cache.verify import forget
     from cache.verify import verify as find_faults
     from pipeline.inspect import faults_text
@@ -141,11 +142,11 @@ def verify(
     print(faults_text(cache, manifest, faults, deep))
     if faults and repair:
         print(
-            f"{forget(cache, faults)} shards forgotten: run the same `dflash capture` command again, it does what is missing"
+            f"{forget(cache, faults)} shards forgotten: run the same `{maker(manifest)}` command again, it does what is missing"
         )
     if faults:
         raise CacheDamaged(
-            f"{cache} is damaged ({len(faults)} faults): --repair it, then run the same `dflash capture` again"
+            f"{cache} is damaged ({len(faults)} faults): --repair it, then run the same `{maker(manifest)}` again"
         )
 
 

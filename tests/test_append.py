@@ -1,10 +1,7 @@
 """Appending at the level of the cache: old objects stay as they are, and every reader sees the old cache or the new one."""
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import zarr
 from cache_fixtures import make_cache, manifest, plan, shard_arrays
+from kills import killed_before_object
 
 from cache.append import begin_append, grown, moved, pending_append, resume_append
 from cache.generations import Generation, generations_of
@@ -104,33 +102,6 @@ def test_the_arrays_documents_are_those_of_a_cache_of_that_size(new, tmp_path):
     assert {name: data for name, data in contents(new).items() if name in made} == made
 
 
-def in_a_child_killed_before_object(number: int, work: Callable[[], object]) -> bool:
-    """Whether the child was killed: before its `number`-th object appears (from 0), or not at all where there are fewer."""
-    child = os.fork()
-    if not child:
-        done = 0
-        rename, link = os.rename, os.link
-
-        def counted(act: Callable[..., None]) -> Callable[..., None]:
-            def appear(*names: str) -> None:
-                nonlocal done
-                if done == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                done += 1
-                act(*names)
-
-            return appear
-
-        os.rename, os.link = counted(rename), counted(link)
-        try:
-            work()
-        finally:
-            os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
-
-
 def read_all(path: Path) -> list[list[float]]:
     """Every sample of the index as any reader gets it: the cache's own, and plain Zarr with the rows of the manifest."""
     cache = open_cache(str(path))
@@ -156,7 +127,7 @@ def test_killed_before_any_object_the_cache_is_the_old_one_or_the_new_one(old, n
     while True:
         path = tmp_path / str(number)
         shutil.copytree(old, path)
-        killed = in_a_child_killed_before_object(number, lambda path=path: append(path))
+        killed = killed_before_object(number, lambda path=path: append(path))
         found = read_all(path)
         seen.append("old" if found == states["old"] else "new")
         assert found == states[seen[-1]]
@@ -178,7 +149,7 @@ def test_killed_again_and_again_it_still_ends_the_same(old, new, tmp_path):
     path = tmp_path / "hs.zarr"
     shutil.copytree(old, path)
     for number in (3, 0, 7, 12, 1, 4):
-        assert in_a_child_killed_before_object(number, lambda: append(path))
+        assert killed_before_object(number, lambda: append(path))
         assert read_all(path) == read_all(old)
     append(path)
     assert contents(path) == contents(new)

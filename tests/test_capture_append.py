@@ -1,15 +1,15 @@
 """`capture --append` from options to a grown cache: what is added, what is refused, and mending what was appended."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, talk, write_jsonl
+from kills import killed_before_object
 
 from cache.append import pending_append
+from cache.merge import merge
 from cache.read import open_cache
 from cache.verify import forget, verify
 from cache.write import CacheWriter
@@ -217,29 +217,7 @@ def test_the_mask_token_that_was_chosen_once_need_not_be_typed_again(target, dat
 
 
 def killed(number: int, options: CaptureOptions) -> None:
-    """Run a capture in a child that is killed before its `number`-th object appears."""
-    child = os.fork()
-    if not child:
-        done = 0
-        act = {"rename": os.rename, "link": os.link}
-
-        def counted(name):
-            def appear(*names):
-                nonlocal done
-                if done == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                done += 1
-                act[name](*names)
-
-            return appear
-
-        for name in act:
-            setattr(os, name, counted(name))
-        try:
-            capture(options, Recorder())
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert killed_before_object(number, lambda: capture(options, Recorder()))
 
 
 @pytest.mark.parametrize("number", [0, 4, 11, 23])
@@ -330,3 +308,21 @@ def test_an_append_that_was_forgotten_under_repair_begins_anew(target, data, bas
 def test_append_and_overwrite_contradict_each_other():
     with pytest.raises(ValueError, match="give one of them"):
         CaptureOptions(target="x", append=True, overwrite=True)
+
+
+def test_a_merged_cache_is_not_captured_again(target, data, base, folder, tmp_path):
+    other, out = tmp_path / "other", tmp_path / "merged"
+    capture(command(target, data[1:2], other), Recorder())
+    merge([str(base), str(other)], str(out), Silent())
+    say = Recorder()
+    capture(command(target, data[:2], out), say)
+    assert "nothing to do" in say.notes[-1]
+    capture(command(target, data[2:], out, append=True), Recorder())
+    assert open_cache(str(out)).manifest.totals.samples == ROWS + MORE + LAST
+    (out / "hidden/0/c/1/0").unlink()
+    before = contents(out)
+    with pytest.raises(
+        CacheError, match="was merged from several caches, so it cannot be captured again: run its `dflash merge`"
+    ):
+        capture(command(target, data, out), Recorder())
+    assert contents(out) == before

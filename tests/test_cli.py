@@ -37,7 +37,9 @@ def test_importing_the_cli_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["capture", "regenerate", "train", "evaluate", "inspect", "compare"])
+@pytest.mark.parametrize(
+    "command", ["capture", "merge", "regenerate", "train", "evaluate", "inspect", "verify", "compare"]
+)
 def test_every_command_has_help(command, capsys):
     out, _ = run(command, "--help", code=0, capsys=capsys)
     assert "Usage: dflash" in out
