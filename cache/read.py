@@ -125,8 +125,6 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
     """
     store = open_store(path)
     manifest = read_root(store)
-    check_codec(manifest.identity.codec)
-    held = manifest.identity.layers
     if not manifest.complete:
         held_records = store.sizes("shards")
         done = sum(record_name(shard) in held_records for shard in range(manifest.totals.shards))
@@ -135,21 +133,28 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
             f"run the same `{maker(manifest)}` command again to finish it, or "
             "train on what is there with `dflash train --partial`"
         )
+    return cache_of(store, manifest, read_index(store, manifest), layers, range(manifest.totals.shards))
+
+
+def cache_of(
+    store: Store, manifest: Manifest, index: pa.Table, layers: Sequence[int] | None, shards: Sequence[int]
+) -> Cache:
+    """The cache of these shards, for the layers asked for (by default all). Raises as `open_cache`."""
+    check_codec(manifest.identity.codec)
+    held = manifest.identity.layers
     for layer in layers or ():
         if layer not in held:
             raise CacheError(
-                f"layer {layer} is not in {path}, which holds {', '.join(map(str, held))}: choose among these, or capture it"
+                f"layer {layer} is not in {store.where()}, which holds {', '.join(map(str, held))}: choose among these, or capture it"
             )
     chosen = tuple(sorted(layers)) if layers else held
     unread = {f"hidden/{layer}" for layer in held if layer not in chosen}
     specs = [spec for spec in array_specs(manifest.identity, manifest.totals.shards) if spec.name not in unread]
-    _check_objects(store, manifest, specs)
-    arrays = {spec.name: ChunkReader(store, spec) for spec in specs}
-    return Cache(store, manifest, chosen, read_index(store, manifest), arrays)
+    _check_objects(store, shards, specs)
+    return Cache(store, manifest, chosen, index, {spec.name: ChunkReader(store, spec) for spec in specs})
 
 
-def _check_objects(store: Store, manifest: Manifest, specs: Sequence[ArraySpec]) -> None:
-    shards = range(manifest.totals.shards)
+def _check_objects(store: Store, shards: Sequence[int], specs: Sequence[ArraySpec]) -> None:
     # Records first: a shard that is committed meanwhile then has its objects in the list.
     records = list(read_records(store, shards))
     sizes = object_sizes(store, [spec.name for spec in specs])

@@ -19,7 +19,10 @@ RESOLVED = "config.yaml"
 
 
 def train(
-    cache: Annotated[str | None, typer.Option(help="A complete cache: a folder, or s3://BUCKET/PATH.")] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="A complete cache, or with --partial one that still grows: a folder, or s3://BUCKET/PATH."),
+    ] = None,
     draft: Annotated[
         str | None,
         typer.Option(help=f"{help_of(DraftOptions, 'kind')} dflash or dflash2."),
@@ -46,6 +49,13 @@ def train(
             help="Go on from the newest checkpoint of --out, or from the one named; with more --steps a finished run, too.",
         ),
     ] = None,
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help="Train on the shards that a running capture has committed by now; --resume stays with those.",
+        ),
+    ] = False,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,6 +85,8 @@ def train(
     if sweep:
         if resume:
             raise OptionError("--sweep goes on with what was interrupted by itself: leave out --resume")
+        if partial:
+            raise OptionError("--partial would give each run of a --sweep other shards: sweep over a complete cache")
         print(
             _sweep(
                 cache,
@@ -96,7 +108,7 @@ def train(
     from train.run import train as run_training
 
     with Console() as say:
-        summary = run_training(options, cache, out, True if resume == NEWEST else resume or False, say)
+        summary = run_training(options, cache, out, True if resume == NEWEST else resume or False, say, partial)
     print(f"{out}: {summary.steps:,} steps done; the draft is {out}/draft, of {summary.checkpoint}")
 
 

@@ -46,13 +46,16 @@ class TrainSummary:
     metrics: dict[str, float]
 
 
-def train(options: TrainOptions, cache: str, out: str, resume: str | bool, say: Say) -> TrainSummary:
+def train(
+    options: TrainOptions, cache: str, out: str, resume: str | bool, say: Say, partial: bool = False
+) -> TrainSummary:
     """Train a draft on a cache into the run folder `out`; `resume` True goes on from its newest checkpoint, a name from that one.
 
+    `partial`: of a cache that still grows, train on the shards that are committed now; resumed, the run stays with those.
     Raises UserError's kinds (options, cache, folder), TrainFault (nothing to train on, a loss that is not finite) and
     Interrupted after SIGTERM, when the state is saved. A resumed run ends with the bits of the uninterrupted one.
     """
-    job = prepare(options, cache, out, resume, say)
+    job = prepare(options, cache, out, resume, say, partial)
     run = job.options.run
     parameters = sum(parameter.numel() for parameter in job.learner.draft.parameters())
     say.note(

@@ -42,6 +42,7 @@ class Exported(Strict):
 class Provenance(Strict):
     """What a run was trained on. `index_sha256` is over the cache's index: its samples, their places and their tokens.
 
+    `shards` are those that were committed when a run on a growing cache began, which index and totals are of; None: all.
     `draft` says what draft/ holds, and is null until the run has ended.
     """
 
@@ -49,12 +50,13 @@ class Provenance(Strict):
     identity: Identity
     totals: Totals
     index_sha256: str
+    shards: tuple[int, ...] | None = None
     versions: dict[str, str]
     draft: Exported | None = None
 
 
-def provenance_of(cache: Cache, path: str) -> Provenance:
-    """The provenance of a run on a cache, given as `path`."""
+def provenance_of(cache: Cache, path: str, shards: tuple[int, ...] | None = None) -> Provenance:
+    """The provenance of a run on a cache, given as `path`, or on those of its shards alone."""
     columns = cache.index.select(["sample_id", "offset", "length", "split", "shard", "tokens_sha256"]).to_pydict()
     digest = hashlib.sha256(json.dumps(columns).encode())
     manifest = cache.manifest
@@ -64,6 +66,7 @@ def provenance_of(cache: Cache, path: str) -> Provenance:
         identity=manifest.identity,
         totals=manifest.totals,
         index_sha256=digest.hexdigest(),
+        shards=shards,
         versions=versions,
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from cache.layout import read_root
-from cache.read import Cache, open_cache
+from cache.read import Cache
 from cache.store import open_store
 from draft.files import check_place
 from draft.model import new_draft
@@ -16,6 +16,7 @@ from schemas.options import TrainOptions
 from schemas.say import Say
 from train.batch import Draw, first_anchor
 from train.checkpoint import TrainState
+from train.data import open_data
 from train.heldout import HeldOut, choose_held_out, planned_blocks
 from train.optim import make_optimizers
 from train.resolve import resolve_options
@@ -42,14 +43,19 @@ class Job:
     start: TrainState
 
 
-def prepare(options: TrainOptions, cache_path: str, out: str, resume: str | bool, say: Say) -> Job:
-    """Resolve, check and load all, then write the run's config and provenance. Nothing is written where an error is raised."""
+def prepare(
+    options: TrainOptions, cache_path: str, out: str, resume: str | bool, say: Say, partial: bool = False
+) -> Job:
+    """Resolve, check and load all, then write the run's config and provenance. Nothing is written where an error is raised.
+
+    `partial`: of a cache that still grows, the shards that are committed now are trained on.
+    """
     if "://" in out:
         raise OptionError(f"--out {out}: only a cache can lie in an object store: give a local folder")
     manifest = read_root(open_store(cache_path))
     options = resolve_options(options, manifest.identity, say)
     check_trackers(options)
-    cache = open_cache(cache_path, options.run.layers)
+    cache, shards = open_data(cache_path, options.run.layers, Path(out), bool(resume), partial, say)
     weights = source_weights(options.data.sources, manifest.sources)
     order = order_of(cache.index, options.data.seed, options.data.window, options.data.batch_tokens, weights)
     _check_train(options, cache, order)
@@ -58,7 +64,7 @@ def prepare(options: TrainOptions, cache_path: str, out: str, resume: str | bool
     options = options.model_copy(update={"run": options.run.model_copy(update={"eval_every": held_out.every})})
     learner = _learner(options, cache)
     steps = _steps(options, order)
-    run, provenance = Path(out), provenance_of(cache, cache_path)
+    run, provenance = Path(out), provenance_of(cache, cache_path, shards)
     checkpoint = where_to_begin(run, options, provenance, resume, steps, say)
     # The last thing a run writes; better refused now than after hours of steps.
     check_place(run / DRAFT, learner.draft.config, options.run.draft_dtype)
