@@ -65,6 +65,7 @@ def write_whole(
                     view = view[file.write(view) or 0 :]
             os.fsync(file.fileno())
         _appear(temporary, path, new)
+        fsync_folder(path.parent)
     except OSError as fault:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -76,7 +77,6 @@ def write_whole(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
     return ObjectRecord(bytes=size, crc32c=f"{checksum:08x}")
 
 
