@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from cache.checksum import crc32c
@@ -115,6 +115,15 @@ class ObjectStore:
                 f"{self.where(key)}: {size} bytes were sent, {arrived} arrived: run the same command again"
             )
         return ObjectRecord(bytes=size, crc32c=f"{checksum:08x}")
+
+    def put_new(self, key: str, parts: Iterable[bytes | memoryview]) -> bool:
+        """See `Store.put_new`. It is one request (S3: up to 5 GiB), since uploads in parts know no such condition."""
+        try:
+            with self._told():
+                obstore.put(self.client, key, b"".join(parts), mode="create", use_multipart=False)
+        except (FileExistsError, AlreadyExistsError):
+            return False
+        return True
 
     def get(self, key: str) -> bytes | None:
         """An object's bytes, or None where there is none."""
@@ -227,6 +236,8 @@ class ObjectStore:
         except FileNotFoundError as fault:
             if no_bucket(fault):
                 raise explained(self.url, fault) from None
+            raise
+        except AlreadyExistsError:
             raise
         except BaseError as fault:
             raise explained(self.url, fault) from None

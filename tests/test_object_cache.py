@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import obstore
+import pyarrow as pa
 import pytest
 import zarr
 from cache_fixtures import make_cache
@@ -18,14 +19,20 @@ from train_fixtures import Heard, stable_lines, tensor_files, train_cache
 from train_fixtures import options as train_options
 
 import cache.objects
-from cache.read import open_cache
+from cache.chunks import ChunkReader
+from cache.merge import merge
+from cache.partial import open_partial
+from cache.read import Cache, open_cache
 from cache.verify import verify
+from cache.write import CacheWriter
 from capture import run as run_module
 from capture import shards as shards_module
 from capture.run import capture, dry_run
 from pipeline.cli import main
 from pipeline.evaluate import evaluate
+from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError
+from schemas.index import PLAN_SCHEMA
 from schemas.options import CaptureOptions, EvaluateOptions
 from schemas.say import Silent
 from train.run import train
@@ -243,3 +250,48 @@ def test_decoding_with_the_prompts_of_a_remote_cache(s3, folder, target, local):
             del each[name]
     assert figures[0] == figures[1]
     assert figures[0]["lossless"]["prompts"] == 2
+
+
+def test_a_cache_grows_in_an_object_store_as_on_a_disk(s3, folder, target, tmp_path):
+    """Append, merge and train on what is committed: the same objects as on a disk."""
+    rows = shipped_rows(26)
+    parts = [
+        write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows[:12]), ("b", [rows[3], *rows[12:]]))
+    ]
+    away, here = f"s3://{BUCKET}/grown", str(tmp_path / "grown")
+    for out in (away, here):
+        capture(asked(target, parts[0], out), Recorder())
+        capture(asked(target, parts[1], out, append=True), Recorder())
+    assert s3.contents("grown") == folder_contents(Path(here))
+    say = Recorder()
+    capture(asked(target, parts[1], away, append=True), say)
+    assert "nothing to do" in say.notes[-1]
+    assert verify(away, True, Silent())[1] == []
+    other = str(tmp_path / "other")
+    capture(asked(target, parts[1], other), Recorder())
+    merge([away, other], f"s3://{BUCKET}/merged", Silent())
+    merge([here, other], str(tmp_path / "merged"), Silent())
+    assert s3.contents("merged") == folder_contents(tmp_path / "merged")
+    held = open_cache(here)
+    writer = CacheWriter.create(
+        f"s3://{BUCKET}/growing", held.manifest.model_copy(update={"complete": False}), plan_of(held)
+    )
+    for key in ("target/head.safetensors", "target/config.json"):
+        writer.put_file(key, (Path(here) / key).read_bytes())
+    writer.commit_shard(
+        1,
+        {spec.name: ChunkReader(held.store, spec).rows(1024, 1024) for spec in array_specs(held.manifest.identity, 1)},
+    )
+    found = open_partial(f"s3://{BUCKET}/growing")
+    assert found.shards == (1,)
+    row = found.cache.index.to_pylist()[0]
+    assert found.cache.hidden(row["offset"], row["length"], [0]).equal(held.hidden(row["offset"], row["length"], [0]))
+
+
+def plan_of(held: Cache) -> pa.Table:
+    """A plan that would make this cache."""
+    rows = held.index.to_pylist()
+    for row in rows:
+        ids, mask = held.tokens(row["offset"], row["length"])
+        row.update(input_ids=ids.tolist(), loss_mask=mask.int().tolist(), batch=0)
+    return pa.Table.from_pylist(rows, schema=PLAN_SCHEMA)

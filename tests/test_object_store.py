@@ -55,6 +55,13 @@ def test_objects_appear_whole_and_are_read_by_range(s3, monkeypatch):
     assert store.where("a/small") == f"s3://{BUCKET}/one/hs.zarr/a/small"
 
 
+def test_an_object_that_must_be_new_is_never_replaced(s3):
+    store = open_store(f"s3://{BUCKET}/new")
+    assert store.put_new("plan", [b"fi", memoryview(b"rst")])
+    assert not store.put_new("plan", [b"second"])
+    assert store.get("plan") == b"first"
+
+
 def test_ranges_of_one_read_are_under_way_together(s3, monkeypatch):
     store = open_store(f"s3://{BUCKET}/together")
     store.put("object", [bytes(range(64))])
