@@ -17,7 +17,7 @@ from cache.verify import verify
 from cache.write import check_identity
 from capture.lines import Scan
 from capture.plan import Collected, build_plan, collect
-from capture.settings import Settings, sample_rules
+from capture.settings import Settings, check_reading, sample_rules
 from schemas.errors import CacheError, OptionError
 from schemas.manifest import Manifest, Source
 from schemas.say import Say
@@ -38,6 +38,7 @@ def appendable(
     asked = settings.options.mask_token_id
     mask_id = found.identity.mask_token_id if asked is None else asked
     check_identity(out, found, settings.identity.model_copy(update={"mask_token_id": mask_id}))
+    check_reading(settings, found)
     if not found.complete:
         raise CacheError(
             f"--append: {out} is not finished: first run the command that makes it again, without --append"

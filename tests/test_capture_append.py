@@ -178,6 +178,7 @@ def test_a_dry_run_shows_what_would_be_added(target, data, base, grown):
         ({"max_length": 128}, "max_length 256.*128"),
         ({"mask_token_id": 2047}, "mask_token_id 3.*2047"),
         ({"shard_tokens": 2048}, "shard_tokens 1024.*2048"),
+        ({"reasoning": "mask"}, "reasoning 'keep'.*'mask'"),
     ],
 )
 def test_other_settings_are_refused_naming_both(target, data, base, options, rule):

@@ -186,3 +186,9 @@ def test_the_command(finished, tmp_path, capsys):
     assert caught.value.code == 0
     assert "1 of 4 shards" in capsys.readouterr().err
     assert json.loads((tmp_path / "run/provenance.json").read_text())["shards"] == [0]
+
+
+def test_a_sweep_takes_no_growing_cache(finished, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--cache", finished, "--draft", "dflash", "--partial", "--sweep", "optim.lr=1e-3,1e-4"])
+    assert "--partial would give each run of a --sweep other shards" in capsys.readouterr().err
