@@ -104,7 +104,7 @@ def _append_job(settings: Settings, scans: Sequence[Scan], found: Manifest | Non
 
 def _warn_of_pieces(settings: Settings, begun: Manifest, which: str, say: Say) -> None:
     pieces = str(settings.options.prefill_chunk or "none")
-    if (before := begun.record.get("prefill_chunk")) != pieces:
+    if (before := begun.record.get("prefill_chunk", "none")) != pieces:
         say.warn(
             f"{settings.options.out} was begun with --prefill-chunk {before}, now it is {pieces}: {which} shards differ from "
             "what they would have been by rounding"

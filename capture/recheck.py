@@ -41,7 +41,8 @@ def recheck(path: str, target_name: str, samples: int, device: str, trust_remote
     check_head(target, traits)
     check_decoder(target, traits)
     recorded = cache.manifest.record.get("prefill_chunk", "none")
-    chunk = None if recorded == "none" else int(recorded)
+    # A cache merged of such and such names both.
+    chunk = int(recorded) if recorded.isdigit() else None
     chosen = np.random.default_rng(identity.seed).permutation(len(cache.index))[:samples]
     faults = []
     for done, row in enumerate(sorted(chosen.tolist()), 1):
