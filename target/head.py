@@ -17,8 +17,10 @@ from target.layers import final_norm
 from target.load import Target
 from target.parallel import storage_of, whole
 
-# Float32 logits of a slice, a few copies of which are alive at once: 16 MB stay in a CPU's cache, 256 MB fill a GPU.
-SLICE_VALUES_CPU, SLICE_VALUES_GPU = 1 << 22, 1 << 26
+# Float32 logits of a slice, two copies of which are alive at once. Every slice reads the whole head from memory, which for 64 MB
+# of logits is a tenth of the product's time on a CPU, for 16 MB a third; 256 MB fill a GPU.
+SLICE_VALUES_CPU, SLICE_VALUES_GPU = 1 << 24, 1 << 26
+GROUP = 64
 DENSE = (torch.float32, torch.bfloat16, torch.float16)
 # The product of these model types' config.logits_scaling and the logits is taken; all others divide by it.
 MULTIPLYING = ("hyperclovax",)
@@ -83,11 +85,47 @@ def topk_of(
     step = slice_rows or max(1, values // vocabulary)
     for start in range(0, len(hidden_RH), step):
         rows = slice(start, min(start + step, len(hidden_RH)))
-        logits_RV = logits_of(hidden_RH[rows], target, traits).float()
-        logprob_RV = torch.log_softmax(logits_RV, dim=-1)
-        top_RK, ids_RK = logprob_RV.topk(top_k, dim=-1)
-        rest_R = logprob_RV.scatter_(1, ids_RK, -torch.inf).logsumexp(dim=-1)
-        yield rows, ids_RK.int(), top_RK.half(), rest_R
+        yield rows, *_distribution(logits_of(hidden_RH[rows], target, traits).float(), top_k)
+
+
+def _distribution(logits_RV: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, log-probabilities and the log of the rest, of logits that may be overwritten.
+
+    One pass of exponentials over the vocabulary: those outside the top are summed, with the largest of them as the
+    reference, and the top is added to that sum. So the rest keeps its digits where it is 1e-6 of the whole.
+    """
+    vocabulary = logits_RV.shape[1]
+    if vocabulary <= top_k:
+        logprobs_RK, ids_RK = torch.log_softmax(logits_RV, dim=-1).sort(dim=-1, descending=True)
+        return ids_RK.int(), logprobs_RK.half(), logits_RV.new_full((len(logits_RV),), -torch.inf)
+    values_RK1, ids_RK1 = largest(logits_RV, top_k + 1)
+    top_RK, ids_RK, next_R1 = values_RK1[:, :top_k], ids_RK1[:, :top_k], ids_RK1[:, top_k:]
+    others_RV = torch.log_softmax(logits_RV.scatter_(1, ids_RK, -torch.inf), dim=-1)
+    reference_R = values_RK1[:, top_k]
+    rest_R = (reference_R - others_RV.gather(1, next_R1)[:, 0]).masked_fill(reference_R == -torch.inf, -torch.inf)
+    whole_R = torch.logaddexp(rest_R, top_RK.logsumexp(dim=-1))
+    return ids_RK.int(), (top_RK - whole_R[:, None]).half(), rest_R - whole_R
+
+
+def largest(values_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest values of each row, descending, and where they are: torch.topk, at half its cost on a CPU.
+
+    They lie in the `count` groups of neighbours whose own largest values are the largest: only these are ranked.
+    """
+    rows, width = values_RV.shape
+    groups = width // GROUP
+    if groups <= 2 * count:
+        return values_RV.topk(count, dim=-1)
+    grouped_RGg = values_RV[:, : groups * GROUP].view(rows, groups, GROUP)
+    best_Rc = grouped_RGg.amax(dim=-1).topk(count, dim=-1, sorted=False).indices
+    few_RS = grouped_RGg.gather(1, best_Rc[:, :, None].expand(-1, -1, GROUP)).flatten(1)
+    places_RS = (best_Rc[:, :, None] * GROUP + torch.arange(GROUP, device=values_RV.device)).flatten(1)
+    if groups * GROUP < width:
+        tail = torch.arange(groups * GROUP, width, device=values_RV.device).expand(rows, -1)
+        few_RS = torch.cat([few_RS, values_RV[:, groups * GROUP :]], dim=1)
+        places_RS = torch.cat([places_RS, tail], dim=1)
+    top_RK, within_RK = few_RS.topk(count, dim=-1)
+    return top_RK, places_RS.gather(1, within_RK)
 
 
 @torch.inference_mode()

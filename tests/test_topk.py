@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from capture_fixtures import random_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import nn
 
 from schemas.errors import TargetError
-from target.head import HeadTraits, check_head, head_file, head_traits, topk_of
+from target.head import HeadTraits, _distribution, check_head, head_file, head_traits, largest, topk_of
 from target.load import load_target, resolve_target
 
 
@@ -42,6 +44,27 @@ def test_topk_and_rest(target, traits, slice_rows):
         assert (logprobs_RK[row].diff() <= 0).all()
         rest = expected_RV[row, torch.from_numpy(order[5:])].exp().sum().log()
         assert abs(rest_R[row].item() - rest.item()) < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 9), st.integers(2, 1000), st.integers(0, 2**31))
+def test_largest_is_topk(width, count, levels, seed):
+    """Few levels make many ties: then the places may differ, but not the values."""
+    count = min(count, width)
+    values_RV = torch.randint(levels, (3, width), generator=torch.Generator().manual_seed(seed)).float()
+    top_RK, places_RK = largest(values_RV, count)
+    assert torch.equal(top_RK, values_RV.topk(count, dim=-1).values)
+    assert torch.equal(values_RV.gather(1, places_RK), top_RK)
+    assert all(len(set(row)) == count for row in places_RK.tolist())
+
+
+def test_nothing_is_left_where_all_else_is_impossible(target):
+    logits_RV = torch.full((2, 2048), -torch.inf)
+    logits_RV[:, :3] = torch.tensor([2.0, 1.0, 0.0])
+    ids_RK, logprobs_RK, rest_R = _distribution(logits_RV.clone(), 3)
+    assert ids_RK.tolist() == [[0, 1, 2]] * 2
+    assert rest_R.tolist() == [-torch.inf] * 2
+    torch.testing.assert_close(logprobs_RK.float(), logits_RV[:, :3].log_softmax(-1), atol=1e-3, rtol=0)
 
 
 def test_rest_is_accurate_where_almost_nothing_is_left(target):
