@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := .runtime
 DFLASH := $(BIN)/dflash
+# Test files that run side by side.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow bench lint demo demo-smollm2 clean
@@ -27,7 +29,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 test: setup ## run the tests (not the slow ones)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test-slow: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -35,6 +37,8 @@ test-slow: setup ## run the tests that take minutes
 bench: setup ## measure reading, capturing and tokenising, as ratios in the same run (on an otherwise idle machine)
 	$(BIN)/python benchmarks/reading.py
 	$(BIN)/python benchmarks/capturing.py
+	$(BIN)/python benchmarks/capturing.py --target wide --rows 60
+	$(BIN)/python benchmarks/capture_memory.py
 	$(BIN)/python benchmarks/tokenising.py
 
 lint: setup ## ruff and mypy

@@ -145,8 +145,10 @@ def verify(
             f"{forget(cache, faults)} shards forgotten: run the same `{maker(manifest)}` command again, it does what is missing"
         )
     if faults:
+        what = "is damaged" if not repair else "was damaged"
+        first = "" if repair else "--repair it, then "
         raise CacheDamaged(
-            f"{cache} is damaged ({len(faults)} faults): --repair it, then run the same `{maker(manifest)}` again"
+            f"{cache} {what} ({len(faults)} faults): {first}run the same `{maker(manifest)}` command again"
         )
 
 
