@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.generations import GENERATIONS, Generation, generations_of, generations_text, pending_metadata, read_pending
-from cache.layout import read_root
+from cache.layout import read_channels, read_root
 from cache.plan import PLAN, Plan, write_new_plan
 from cache.store import Store, open_store
 from cache.write import CacheWriter
@@ -79,7 +79,8 @@ def begin_append(path: str, pending: Manifest, plan: pa.Table) -> CacheWriter:
         )
     grow_arrays(store, pending)
     first = generations_of(pending)[-1].first_shard
-    return CacheWriter(store, pending, written, first_shard=first)
+    channels = read_channels(store, pending.identity, pending.identity.layers)
+    return CacheWriter(store, pending, written, first, channels)
 
 
 def resume_append(path: str) -> CacheWriter | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from schemas.errors import CacheError
-from schemas.manifest import Manifest
+from schemas.manifest import CONVERTED, Manifest
 from schemas.strict import parse
 
 GENERATIONS, MERGED = "generations", "merged"
@@ -54,6 +54,8 @@ def generations_text(generations: Sequence[Generation]) -> str:
 
 def maker(manifest: Manifest) -> str:
     """The command that can make damaged shards of this cache again."""
+    if CONVERTED in manifest.record:
+        return "dflash convert"
     return "dflash merge" if MERGED in manifest.record else "dflash capture"
 
 

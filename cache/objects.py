@@ -24,7 +24,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from cache.checksum import crc32c
 from cache.object_faults import behind_the_end, endpoint_of, explained, no_bucket
-from cache.store import Span
+from cache.store import Run, Span
 from cache.workspace import TEMPORARY
 from schemas.errors import CacheError, OptionError, StoreFault
 from schemas.records import ObjectRecord
@@ -141,6 +141,17 @@ class ObjectStore:
         """See `Store.read`; many are under way at a time."""
         return self._each(self._span, spans)
 
+    def fill(self, runs: Sequence[Run]) -> Iterator[int]:
+        """See `Store.fill`; many are under way at a time."""
+        answers = self._each(self._span, [Span(run.key, run.offset, run.size) for run in runs])
+        for run, data in zip(runs, answers, strict=True):
+            place = 0
+            for piece in run.into:
+                part = data[place : place + len(piece)]
+                piece[: len(part)] = part
+                place += len(part)
+            yield place
+
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none."""
         try:
@@ -168,6 +179,12 @@ class ObjectStore:
                 with open(folder / key, "wb") as file:
                     file.writelines(self.read(spans))
             yield folder
+
+    def zarr_store(self) -> Any:
+        """Through the same client."""
+        from zarr.storage import ObjectStore as ZarrStore
+
+        return ZarrStore(self.client, read_only=True)
 
     def delete(self, key: str) -> None:
         """Remove an object if it is there."""

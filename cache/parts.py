@@ -15,7 +15,7 @@ from cache.read import Cache, open_cache
 from cache.store import Span, Store
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError, OptionError
-from schemas.manifest import Manifest, Source, Totals, first_difference
+from schemas.manifest import CONVERTED, Manifest, Source, Totals, first_difference
 
 PIECE_BYTES = 8 << 20
 DUPLICATE = "duplicate"
@@ -138,7 +138,7 @@ def manifest_of(parts: Sequence[Part]) -> Manifest:
         val_samples=index["split"].to_pylist().count("val"),
     )
     records = [part.cache.manifest.record for part in parts]
-    names = dict.fromkeys(name for record in records for name in record if name not in (GENERATIONS, MERGED))
+    names = dict.fromkeys(name for record in records for name in record if name not in (GENERATIONS, MERGED, CONVERTED))
     # Where the caches were made by different versions, all are named.
     record = {name: ", ".join(dict.fromkeys(held[name] for held in records if name in held)) for name in names}
     return first.model_copy(

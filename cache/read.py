@@ -6,25 +6,28 @@ T rows of all shards, n rows of one read, L layers read, H hidden, K top-k.
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cache.chunks import ChunkReader, read_rows
-from cache.codecs import check_codec, decode
+from cache.buffers import Buffers
+from cache.chunks import ChunkDamaged, ChunkReader, read_rows
+from cache.codecs import HiddenCodec, PackedStates, as_tensor
 from cache.generations import maker
 from cache.head import TargetHead
 from cache.index import read_index
-from cache.layout import read_root
+from cache.layout import is_ours, read_channels, read_root
+from cache.plain import PlainReader
 from cache.store import Store, open_store
 from cache.write import object_sizes, read_records
 from schemas.arrays import ArraySpec, array_specs
@@ -34,22 +37,44 @@ from schemas.records import record_name
 
 HEAD = "target/head.safetensors"
 TOKENS = ("tokens/input_ids", "tokens/loss_mask")
+# After its first reading a chunk is verified at every so many-th.
+VERIFY_EVERY = 16
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A complete cache, checked against its commit records when it was opened. `layers` are those that may be read."""
+    """A complete cache, checked against its commit records when it was opened. `layers` are those that may be read.
+
+    What is read lies in `buffers`, and its memory is used again when the last array or tensor over it is gone.
+    """
 
     store: Store
     manifest: Manifest
     layers: tuple[int, ...]
     index: pa.Table
-    arrays: dict[str, ChunkReader]
+    arrays: dict[str, ChunkReader | PlainReader]
+    codec: HiddenCodec
+    buffers: Buffers
 
     @property
     def path(self) -> str:
         """The place, as it was given."""
         return self.store.where()
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should be told about how it is read."""
+        slow = [name for name, reader in self.arrays.items() if isinstance(reader, PlainReader)]
+        how = "not stored as this program stores it: read by plain Zarr, which is slower"
+        return [f"{self.store.where(name)} is {how}" for name in slow]
+
+    def verifying(self, every: int) -> "Cache":
+        """The same cache, where a chunk that was read before is verified at every so many-th reading (1: always)."""
+        arrays = {
+            name: replace(reader, verify_every=every) if isinstance(reader, ChunkReader) else reader
+            for name, reader in self.arrays.items()
+        }
+        return replace(self, arrays=arrays)
 
     @contextmanager
     def target_folder(self) -> Iterator[Path]:
@@ -70,15 +95,22 @@ class Cache:
             raise CacheDamaged(f"{self.path}/target/config.json is not JSON ({fault}): capture again") from None
         return config
 
-    def samples(self, spans: Sequence[tuple[int, int]], layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Input ids (int64 [T]), loss mask (bool [T]) and hidden states [T, L, H] of all (offset, length), end to end.
+    def samples(self, spans: Sequence[tuple[int, int]], layers: Sequence[int]) -> tuple[Tensor, Tensor, PackedStates]:
+        """Input ids (int64 [T]), loss mask (bool [T]) and hidden states of all (offset, length), end to end.
 
-        The states are those of the layers asked for, in that order: float32 for codec f32, else bfloat16.
+        The states are those of the layers asked for, in that order, as they are stored: move them, then `decode` them.
         """
-        ids, mask, *hidden = self._rows([*TOKENS, *(f"hidden/{layer}" for layer in layers)], spans)
-        codec = self.manifest.identity.codec
-        hidden_TLH = torch.stack([decode({"hidden": each}, codec) for each in hidden], dim=1)
-        return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool)), hidden_TLH
+        total, parts = sum(length for _, length in spans), dict[str, NDArray[Any]]()
+        names, outs = list(TOKENS), [self.buffers.array((total,), self.arrays[name].spec.dtype) for name in TOKENS]
+        for family in self.codec.families:
+            own = [f"{family}/{layer}" for layer in layers]
+            spec = self.arrays[own[0]].spec
+            parts[family] = self.buffers.array((len(own), total, *spec.shape[1:]), spec.dtype)
+            names += own
+            outs += list(parts[family])
+        ids, mask, *_ = self._rows(names, spans, outs)
+        states = PackedStates(self.codec, tuple(layers), {name: as_tensor(part) for name, part in parts.items()})
+        return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool)), states
 
     def tokens(self, offset: int, length: int) -> tuple[Tensor, Tensor]:
         """Input ids (int64 [n]) and loss mask (bool [n]) of rows offset .. offset + length - 1."""
@@ -86,10 +118,8 @@ class Cache:
         return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool))
 
     def hidden(self, offset: int, length: int, layers: Sequence[int]) -> Tensor:
-        """Hidden states [n, L, H] of rows offset .. offset + length - 1, as `samples` gives them."""
-        codec = self.manifest.identity.codec
-        per_layer = self._rows([f"hidden/{layer}" for layer in layers], [(offset, length)])
-        return torch.stack([decode({"hidden": hidden}, codec) for hidden in per_layer], dim=1)
+        """Hidden states [n, L, H] of rows offset .. offset + length - 1: float32 for codec f32, else bfloat16."""
+        return self.samples([(offset, length)], layers)[2].decode()
 
     def topk(self, offset: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top-k ids (int64 [n, K]), their log-probabilities (float32 [n, K]), and the log of the rest (float32 [n])."""
@@ -101,8 +131,33 @@ class Cache:
             torch.from_numpy(rest),
         )
 
-    def _rows(self, names: Sequence[str], spans: Sequence[tuple[int, int]]) -> list[NDArray[np.generic]]:
-        return read_rows([self.arrays[name] for name in names], spans)
+    def _rows(
+        self, names: Sequence[str], spans: Sequence[tuple[int, int]], outs: Sequence[NDArray[Any]] | None = None
+    ) -> list[NDArray[Any]]:
+        total = sum(length for _, length in spans)
+        if outs is None:
+            specs = [self.arrays[name].spec for name in names]
+            outs = [self.buffers.array((total, *spec.shape[1:]), spec.dtype) for spec in specs]
+        try:
+            quick: list[ChunkReader] = []
+            own: list[NDArray[Any]] = []
+            for name, out in zip(names, outs, strict=True):
+                reader = self.arrays[name]
+                if isinstance(reader, PlainReader):
+                    reader.fill(spans, out)
+                else:
+                    quick.append(reader)
+                    own.append(out)
+            if quick:
+                read_rows(quick, spans, own)
+        except ChunkDamaged as fault:
+            raise ChunkDamaged(fault.where, fault.how, fault.rows, self._samples_in(*fault.rows)) from None
+        return list(outs)
+
+    def _samples_in(self, first: int, end: int) -> str:
+        offsets, lengths = self.index["offset"].to_numpy(), self.index["length"].to_numpy()
+        rows = np.flatnonzero((offsets < end) & (offsets + lengths > first)).tolist()
+        return samples_text([self.index["sample_id"][row].as_py() for row in rows])
 
     def head(self) -> TargetHead:
         """The target's embedding and head in float32, with its scales."""
@@ -117,10 +172,17 @@ class Cache:
         return TargetHead(embed_VH, lm_head_VH, target.embedding_scale, target.logit_scale, target.logit_softcap)
 
 
+def samples_text(names: Sequence[str]) -> str:
+    """ " (samples a, b and 3 more)", or nothing where there are none."""
+    more = f" and {len(names) - 4:,} more" if len(names) > 4 else ""
+    return f" (samples {', '.join(names[:4])}{more})" if names else ""
+
+
 def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
     """Open a complete cache, for the layers asked for (by default all).
 
-    Raises CacheError for a path that is no cache, an incomplete one, another version or a layer that it does not hold, and
+    A chunk's checksum is verified when it is first read, and then now and then (`Cache.verifying`). Raises CacheError for a path
+    that is no cache, an incomplete one, another version or a layer that it does not hold, and
     CacheDamaged where an object is missing or of another size than its commit record says: Zarr itself would read zeros.
     """
     store = open_store(path)
@@ -133,14 +195,14 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
             f"run the same `{maker(manifest)}` command again to finish it, or "
             "train on what is there with `dflash train --partial`"
         )
-    return cache_of(store, manifest, read_index(store, manifest), layers, range(manifest.totals.shards))
+    shards = range(manifest.totals.shards)
+    return cache_of(store, manifest, read_index(store, manifest), layers, shards)
 
 
 def cache_of(
     store: Store, manifest: Manifest, index: pa.Table, layers: Sequence[int] | None, shards: Sequence[int]
 ) -> Cache:
     """The cache of these shards, for the layers asked for (by default all). Raises as `open_cache`."""
-    check_codec(manifest.identity.codec)
     held = manifest.identity.layers
     for layer in layers or ():
         if layer not in held:
@@ -148,24 +210,48 @@ def cache_of(
                 f"layer {layer} is not in {store.where()}, which holds {', '.join(map(str, held))}: choose among these, or capture it"
             )
     chosen = tuple(sorted(layers)) if layers else held
-    unread = {f"hidden/{layer}" for layer in held if layer not in chosen}
-    specs = [spec for spec in array_specs(manifest.identity, manifest.totals.shards) if spec.name not in unread]
-    _check_objects(store, shards, specs)
-    return Cache(store, manifest, chosen, index, {spec.name: ChunkReader(store, spec) for spec in specs})
+    specs = [
+        spec
+        for spec in array_specs(manifest.identity, manifest.totals.shards)
+        if not spec.name.startswith("hidden") or int(spec.name.split("/")[1]) in chosen
+    ]
+    _check_objects(store, shards, specs, index)
+    buffers = Buffers()
+    codec = HiddenCodec(manifest.identity.codec, read_channels(store, manifest.identity, chosen))
+    arrays = _readers(store, specs, buffers)
+    return Cache(store, manifest, chosen, index, arrays, codec, buffers)
 
 
-def _check_objects(store: Store, shards: Sequence[int], specs: Sequence[ArraySpec]) -> None:
+def _readers(store: Store, specs: Sequence[ArraySpec], buffers: Buffers) -> dict[str, ChunkReader | PlainReader]:
+    readers: dict[str, ChunkReader | PlainReader] = {}
+    keys = [f"{spec.name}/zarr.json" for spec in specs]
+    for spec, key, document in zip(specs, keys, store.get_each(keys), strict=True):
+        if document is None:
+            raise CacheDamaged(f"{store.where(key)} is missing: the cache is damaged; capture again")
+        if is_ours(document, spec):
+            readers[spec.name] = ChunkReader(store, spec, VERIFY_EVERY, buffers)
+        else:
+            readers[spec.name] = PlainReader(store, spec, buffers)
+    return readers
+
+
+def _check_objects(store: Store, shards: Sequence[int], specs: Sequence[ArraySpec], index: pa.Table) -> None:
+    def touched(shard: int) -> str:
+        return samples_text(index.filter(pc.equal(index["shard"], shard))["sample_id"].to_pylist())
+
     # Records first: a shard that is committed meanwhile then has its objects in the list.
     records = list(read_records(store, shards))
     sizes = object_sizes(store, [spec.name for spec in specs])
     for shard, record in zip(shards, records, strict=True):
         if record is None:
             raise CacheDamaged(
-                f"{store.where()}: the commit record of shard {shard} is missing: the cache is damaged; capture again"
+                f"{store.where()}: the commit record of shard {shard} is missing{touched(shard)}: the cache is damaged; capture again"
             )
         for spec in specs:
             key = spec.object_key(shard)
             size, wanted = sizes.get(key), record.objects.get(key)
             if wanted is None or size != wanted.bytes:
                 state = "missing" if size is None else f"{size} bytes, not {wanted.bytes if wanted else 'committed'}"
-                raise CacheDamaged(f"{store.where(key)} is {state}: the cache is damaged; capture again")
+                raise CacheDamaged(
+                    f"{store.where(key)} is {state}{touched(shard)}: the cache is damaged; capture again"
+                )

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cache.checksum import crc32c
 from cache.workspace import TEMPORARY, is_leftover, workspace_name
@@ -104,6 +104,15 @@ class Span(NamedTuple):
     size: int
 
 
+class Run(NamedTuple):
+    """`size` bytes of an object from `offset` on, and the pieces of memory that they fill, one after the other."""
+
+    key: str
+    offset: int
+    into: list[memoryview]
+    size: int
+
+
 class Store(Protocol):
     """The objects of one cache, under keys: relative paths with `/`. All of them raise DflashError where the place refuses."""
 
@@ -134,6 +143,12 @@ class Store(Protocol):
     def read(self, spans: Sequence[Span]) -> Iterator[memoryview]:
         """The bytes of each span, in order; fewer where the object ends sooner. Raises OSError where one cannot be opened."""
 
+    def fill(self, runs: Sequence[Run]) -> Iterator[int]:
+        """Read each run into its memory, in order, when the iterator reaches it; gives how many bytes of it there were.
+
+        Raises OSError where an object cannot be opened.
+        """
+
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""
 
@@ -142,6 +157,9 @@ class Store(Protocol):
 
     def local(self, keys: Sequence[str]) -> AbstractContextManager[Path]:
         """A local folder in which these objects lie as files, as far as they are there."""
+
+    def zarr_store(self) -> Any:
+        """The same place as zarr-python sees it."""
 
     def delete(self, key: str) -> None:
         """Remove an object if it is there."""
@@ -238,6 +256,17 @@ class LocalStore:
             finally:
                 os.close(file)
 
+    def fill(self, runs: Sequence[Run]) -> Iterator[int]:
+        """See `Store.fill`. A file is opened once for runs of it that follow each other."""
+        for key, group in groupby(runs, key=lambda run: run.key):
+            file = os.open(self.root / key, os.O_RDONLY)
+            try:
+                for run in group:
+                    read = os.preadv(file, run.into, run.offset)
+                    yield read if read == run.size else _read_on(file, run, read)
+            finally:
+                os.close(file)
+
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""
         try:
@@ -259,6 +288,10 @@ class LocalStore:
         """The folder itself."""
         return nullcontext(self.root)
 
+    def zarr_store(self) -> str:
+        """The folder."""
+        return str(self.root)
+
     def delete(self, key: str) -> None:
         """Remove an object if it is there."""
         (self.root / key).unlink(missing_ok=True)
@@ -275,3 +308,17 @@ class LocalStore:
         for folder in self.root.glob(f"{TEMPORARY}*"):
             if is_leftover(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_on(file: int, run: Run, read: int) -> int:
+    # A call may give less than was asked for; that nothing is left it says by giving nothing.
+    while read < run.size:
+        rest, skip = [], read
+        for piece in run.into:
+            rest.append(piece[skip:])
+            skip = max(0, skip - len(piece))
+        more = os.preadv(file, [piece for piece in rest if len(piece)], run.offset + read)
+        if more == 0:
+            break
+        read += more
+    return read

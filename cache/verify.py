@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cache.buffers import Buffers
 from cache.chunks import ChunkReader
-from cache.codecs import check_codec, decode
+from cache.codecs import HiddenCodec
 from cache.generations import maker
 from cache.index import read_index
-from cache.layout import read_root, write_root
+from cache.layout import read_channels, read_root, write_root
 from cache.store import Store, open_store
 from cache.write import object_sizes, parse_record
 from schemas.arrays import array_specs
@@ -44,7 +45,6 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     """
     store = open_store(path)
     manifest = read_root(store)
-    check_codec(manifest.identity.codec)
     if not manifest.complete:
         raise CacheError(f"{path} is incomplete: run the same `{maker(manifest)}` command again to finish it")
     faults = [Fault(key, "missing") for key in HEAD_FILES if store.size(key) is None]
@@ -59,11 +59,16 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     shards = manifest.totals.shards
     records = list(store.get_each([record_name(shard) for shard in range(shards)]))
     sizes = object_sizes(store, [spec.name for spec in array_specs(manifest.identity, shards)])
+    try:
+        codec = HiddenCodec(manifest.identity.codec, read_channels(store, manifest.identity, manifest.identity.layers))
+    except CacheDamaged as fault:
+        return manifest, [*faults, Fault("hidden_outliers", str(fault))]
+    buffers = Buffers()
     for shard, record in enumerate(records):
         own = by_shard.get(shard, [])
         found = list(_object_faults(store.where(record_name(shard)), manifest, shard, record, sizes))
         if deep and not found:
-            found = list(_content_faults(store, manifest, shard, own))
+            found = list(_content_faults(store, manifest, shard, own, codec, buffers))
         touched = tuple(row["sample_id"] for row in own)
         faults += [Fault(fault.where, fault.what, fault.samples or touched, shard) for fault in found]
         say.progress("verify", shard + 1, shards)
@@ -124,12 +129,14 @@ def _object_faults(
             yield Fault(key, "missing" if size is None else f"{size:,} bytes, the commit record says {wanted.bytes:,}")
 
 
-def _content_faults(store: Store, manifest: Manifest, shard: int, rows: Sequence[dict[str, Any]]) -> Iterator[Fault]:
+def _content_faults(
+    store: Store, manifest: Manifest, shard: int, rows: Sequence[dict[str, Any]], codec: HiddenCodec, buffers: Buffers
+) -> Iterator[Fault]:
     identity, first = manifest.identity, shard * manifest.identity.shard_tokens
     arrays: dict[str, Any] = {}
     for spec in array_specs(identity, manifest.totals.shards):
         try:
-            arrays[spec.name] = ChunkReader(store, spec).rows(first, identity.shard_tokens)
+            arrays[spec.name] = ChunkReader(store, spec, buffers=buffers).rows(first, identity.shard_tokens)
         except CacheDamaged as fault:
             yield Fault(spec.object_key(shard), str(fault).split(": ", 1)[1])
     if len(arrays) < len(array_specs(identity, 1)):
@@ -142,7 +149,8 @@ def _content_faults(store: Store, manifest: Manifest, shard: int, rows: Sequence
         if int(mask.sum()) != row["supervised"]:
             yield Fault(f"shard {shard}", f"{int(mask.sum())} supervised, not {row['supervised']}", (row["sample_id"],))
         for layer in identity.layers:
-            hidden_nH = decode({"hidden": arrays[f"hidden/{layer}"][span]}, identity.codec)
+            own = {family: arrays[f"{family}/{layer}"][span] for family in codec.families}
+            hidden_nH = codec.decode(own, layer)
             if not bool(torch.isfinite(hidden_nH).all()):
                 yield Fault(f"hidden/{layer}", "a state is not finite", (row["sample_id"],))
             elif not bool(hidden_nH.any()):

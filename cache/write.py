@@ -7,16 +7,17 @@ index.parquet and a zarr.json that says complete: true.
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cache.codecs import Channels, HiddenCodec
 from cache.generations import earlier_metadata, generations_of, read_earlier, read_pending
 from cache.index import INDEX, read_index
-from cache.layout import read_root, write_arrays, write_root
+from cache.layout import read_channels, read_root, write_arrays, write_root
 from cache.plan import PLAN, Plan, write_plan
 from cache.shard import encode_shard
 from cache.store import Store, open_store
@@ -77,20 +78,33 @@ class CacheWriter:
     plan: Plan
     # Shards before this one are those of the finished cache that is appended to; 0 where all are written here.
     first_shard: int = 0
+    channels: Channels = field(default_factory=dict)
+
+    @property
+    def codec(self) -> HiddenCodec:
+        """How its hidden states are stored."""
+        return HiddenCodec(self.manifest.identity.codec, self.channels)
 
     @classmethod
     def create(
-        cls, path: str, manifest: Manifest, plan: pa.Table, earlier: Sequence[tuple[int, str]] = ()
+        cls,
+        path: str,
+        manifest: Manifest,
+        plan: pa.Table,
+        earlier: Sequence[tuple[int, str]] = (),
+        channels: Channels | None = None,
     ) -> "CacheWriter":
         """Lay out a new cache: root, array metadata, then the plan. Nothing there may be worth keeping.
 
-        `earlier`: (first shard, plan_sha256) of each generation, where it is an appended cache that is made again.
+        `earlier`: (first shard, plan_sha256) of each generation, where it is an appended cache that is made again. `channels` are
+        the outlier channels of each layer, for int8 and int4.
         """
-        store = open_store(path)
+        store, channels = open_store(path), dict(channels or {})
         store.clean_workspaces()
         write_root(store, manifest)
-        write_arrays(store, manifest)
-        return cls(store, manifest, write_plan(store, plan, earlier_metadata(earlier) if earlier else None))
+        write_arrays(store, manifest, channels)
+        written = write_plan(store, plan, earlier_metadata(earlier) if earlier else None)
+        return cls(store, manifest, written, channels=channels)
 
     @classmethod
     def resume(cls, path: str) -> "CacheWriter | None":
@@ -105,12 +119,13 @@ class CacheWriter:
         if plan is None:
             return None
         pending = read_pending(plan.metadata, store.where(PLAN))
+        channels = read_channels(store, manifest.identity, manifest.identity.layers)
         if pending is None:
-            return None if manifest.complete else cls(store, manifest, plan)
+            return None if manifest.complete else cls(store, manifest, plan, channels=channels)
         # An unfinished cache cannot be appended to: the append came before its shards were forgotten.
         if not manifest.complete or pending == manifest:
             return None
-        return cls(store, pending, plan, first_shard=generations_of(pending)[-1].first_shard)
+        return cls(store, pending, plan, generations_of(pending)[-1].first_shard, channels)
 
     def missing_shards(self) -> list[int]:
         """The shards still to do: those without a commit record, or whose objects are not what the record says."""
@@ -144,7 +159,7 @@ class CacheWriter:
                 array.dtype,
             )
             key = spec.object_key(shard)
-            objects[key] = self.store.put(key, encode_shard(array, spec.chunk_rows))
+            objects[key] = self.store.put(key, encode_shard(array, spec.chunk_rows, spec.shuffled_zstd))
         record = CommitRecord(
             shard=shard, rows=(shard * rows, (shard + 1) * rows), plan_sha256=self._plan_of(shard), objects=objects
         )

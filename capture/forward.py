@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.codecs import encode
+from cache.codecs import HiddenCodec
 from schemas.arrays import array_specs
 from schemas.errors import CaptureFault
 from schemas.manifest import Identity
@@ -118,13 +118,16 @@ def run_shard(
     plan: ShardPlan,
     after_batch: Callable[[int], None],
     prefill_chunk: int | None = None,
+    codec: HiddenCodec | None = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Every array of the shard by name, [shard_tokens, ...], as `cache.write.CacheWriter.commit_shard` takes them.
 
     A batch wider than `prefill_chunk` runs in pieces of so many columns, each stored before the next one runs: memory is
-    that of one piece and the key-value cache. `after_batch(real tokens done)` is called after each batch. Raises
+    that of one piece and the key-value cache. `codec` knows the outlier channels of int8 and int4, and need not be given for
+    others. `after_batch(real tokens done)` is called after each batch. Raises
     CaptureFault for a non-finite value, naming sample, position and layer, and for a layer that is all zeros.
     """
+    codec = codec or HiddenCodec(identity.codec)
     arrays = token_arrays(plan, identity.shard_tokens)
     for spec in array_specs(identity, 1):
         if spec.name not in arrays:
@@ -132,21 +135,21 @@ def run_shard(
     with tap_layers(target.layers, identity.layers) as taken:
         for number in range(int(plan.batch.max()) + 1):
             batch = make_batch(plan, number, arrays["tokens/input_ids"])  # type: ignore[arg-type]
-            for piece, final_bnH in _run_batch(target, batch, prefill_chunk):
+            for piece, final_bnH in run_batch(target, batch, prefill_chunk):
                 place_R = torch.from_numpy(piece.place_R).to(target.device)
                 hidden = {layer: taken[layer].flatten(0, 1).index_select(0, place_R) for layer in identity.layers}
                 taken.clear()
                 _check_hidden(hidden, plan, piece)
                 for layer, hidden_RH in hidden.items():
-                    for family, values in encode(hidden_RH, identity.codec).items():
+                    for family, values in codec.encode(hidden_RH, layer).items():
                         arrays[f"{family}/{layer}"][piece.row_R] = values
                 _store_topk(final_bnH.flatten(0, 1), piece, plan, target, traits, arrays)
             after_batch(len(batch.row_R))
     return arrays
 
 
-def _run_batch(target: Target, batch: Batch, prefill_chunk: int | None) -> Iterator[tuple[Batch, Tensor]]:
-    # Each forward pass of the batch with what it computes, and the decoder's final output there.
+def run_batch(target: Target, batch: Batch, prefill_chunk: int | None) -> Iterator[tuple[Batch, Tensor]]:
+    """Each forward pass of the batch with what it computes, and the decoder's final output there."""
     ids_bm, width = torch.from_numpy(batch.ids_bm).to(target.device), batch.ids_bm.shape[1]
     if prefill_chunk is None or width <= prefill_chunk:
         yield batch, target.decoder(input_ids=ids_bm, use_cache=False).last_hidden_state

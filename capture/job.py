@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from cache.append import begin_append, resume_append
+from cache.codecs import Channels
 from cache.disk import check_free, needed_bytes
 from cache.generations import MERGED, generations_of
+from cache.layout import read_channels
 from cache.store import open_store
 from cache.verify import forget, verify
 from cache.write import CacheWriter, check_same, existing_manifest
@@ -15,8 +17,9 @@ from capture.append import addition, appendable, plan_again, plan_append
 from capture.lines import Scan
 from capture.planning import plan_capture, tell_plan
 from capture.settings import Settings, check_reading, scan_data
-from schemas.errors import CacheError, OptionError
-from schemas.manifest import Manifest
+from schemas.arrays import WITH_OUTLIERS
+from schemas.errors import CacheDamaged, CacheError, OptionError
+from schemas.manifest import CONVERTED, Manifest
 from schemas.say import Say
 from target.tokens import mask_token
 
@@ -112,6 +115,11 @@ def _warn_of_pieces(settings: Settings, begun: Manifest, which: str, say: Say) -
 
 
 def _check_captured(out: str, manifest: Manifest) -> None:
+    if CONVERTED in manifest.record:
+        raise CacheError(
+            f"{out} was converted from another cache, so it is not captured again: run its `dflash convert` command again (it mends "
+            "what is damaged), and append again what was appended since"
+        )
     if MERGED in manifest.record:
         raise CacheError(
             f"{out} was merged from several caches, so it cannot be captured again: run its `dflash merge` command again (it "
@@ -119,10 +127,27 @@ def _check_captured(out: str, manifest: Manifest) -> None:
         )
 
 
-def open_writer(job: Job, out: str, record: Mapping[str, str], say: Say) -> CacheWriter:
+def known_channels(job: Job, out: str) -> Channels | None:
+    """The outlier channels that shards which are there already were stored with; None where the target is to choose them."""
+    if job.writer is not None:
+        return job.writer.channels
+    assert job.plan is not None
+    identity = job.plan[0].identity
+    if identity.codec not in WITH_OUTLIERS:
+        return {}
+    if job.found is None or job.replaced:
+        return None
+    try:
+        return read_channels(open_store(out), identity, identity.layers)
+    except CacheDamaged:  # killed before they were written, or damaged: the same are chosen again
+        return None
+
+
+def open_writer(job: Job, out: str, record: Mapping[str, str], channels: Channels, say: Say) -> CacheWriter:
     """The writer of a job that is not done; only here is anything removed or begun.
 
-    `record` is what the loaded target adds to the record of a manifest that is begun.
+    `record` is what the loaded target adds to the record of a manifest that is begun, `channels` the outlier channels of int8 and
+    int4.
     """
     if job.writer is not None:
         return job.writer
@@ -134,8 +159,9 @@ def open_writer(job: Job, out: str, record: Mapping[str, str], say: Say) -> Cach
     if job.appends:
         return begin_append(out, manifest, table)
     if job.earlier:
-        return CacheWriter.create(out, manifest, table, job.earlier)
-    return CacheWriter.create(out, manifest.model_copy(update={"record": manifest.record | dict(record)}), table)
+        return CacheWriter.create(out, manifest, table, job.earlier, channels)
+    recorded = manifest.model_copy(update={"record": manifest.record | dict(record)})
+    return CacheWriter.create(out, recorded, table, channels=channels)
 
 
 def same_as(found: Manifest | None, settings: Settings, scans: Sequence[Scan]) -> Manifest | None:

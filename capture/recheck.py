@@ -4,11 +4,14 @@ n rows of one sample, L layers, H hidden.
 """
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from cache.codecs import decode
+from cache.codecs import HiddenCodec
 from cache.read import Cache, open_cache
 from cache.verify import Fault
 from capture.forward import ShardPlan, run_shard
+from schemas.arrays import SCALED
 from schemas.errors import CacheError, OptionError
 from schemas.say import Say
 from target.head import check_head, head_traits
@@ -19,6 +22,9 @@ from target.probe import check_decoder
 # shape rounds differently: in bfloat16 by up to two units of the largest value.
 TOLERANCES = {"float32": (1e-3, 0.02), "bfloat16": (3e-2, 0.5), "float16": (1e-2, 0.1)}
 BF16_ROUNDING = 2**-8
+# Where values are quantised one may fall to the next step, so steps are left out of that difference; and the mean one, which
+# quantisation does not change on average, must be this small a share of the mean magnitude.
+MEAN_TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.05}
 
 
 def recheck(path: str, target_name: str, samples: int, device: str, trust_remote_code: bool, say: Say) -> list[Fault]:
@@ -48,7 +54,7 @@ def recheck(path: str, target_name: str, samples: int, device: str, trust_remote
     for done, row in enumerate(sorted(chosen.tolist()), 1):
         plan = _plan_of(cache, row)
         alone = identity.model_copy(update={"shard_tokens": len(plan.input_ids)})
-        fresh = run_shard(target, traits, alone, plan, lambda _: None, chunk)
+        fresh = run_shard(target, traits, alone, plan, lambda _: None, chunk, cache.codec)
         faults += _differences(cache, row, fresh)
         say.progress("recompute", done, len(chosen))
     return faults
@@ -74,10 +80,19 @@ def _differences(cache: Cache, row: int, fresh: dict[str, np.ndarray]) -> list[F
     stored_nLH = cache.hidden(offset, length, identity.layers).float()
     faults = []
     for place, layer in enumerate(identity.layers):
-        fresh_nH = decode({"hidden": fresh[f"hidden/{layer}"]}, identity.codec).float()
-        error = float((stored_nLH[:, place] - fresh_nH).abs().max() / fresh_nH.abs().max())
+        own = {family: fresh[f"{family}/{layer}"] for family in cache.codec.families}
+        fresh_nH = cache.codec.decode(own, layer).float()
+        difference_nH = (stored_nLH[:, place] - fresh_nH).abs()
+        excess_nH = (difference_nH - _step(cache.codec, own, fresh_nH)).clamp(min=0)
+        error, mean = (
+            float(excess_nH.max() / fresh_nH.abs().max()),
+            float(difference_nH.mean() / fresh_nH.abs().mean()),
+        )
         if not error <= states:
             what = f"states differ from the target's by {error:.1e} of their largest value (rounding: {states:.0e})"
+            faults.append(Fault(f"hidden/{layer}", what, (sample["sample_id"],), shard))
+        elif identity.codec in SCALED and not mean <= MEAN_TOLERANCES[identity.dtype]:
+            what = f"states differ from the target's by {mean:.0%} on average (rounding: {MEAN_TOLERANCES[identity.dtype]:.0%})"
             faults.append(Fault(f"hidden/{layer}", what, (sample["sample_id"],), shard))
     wanted = np.flatnonzero(fresh["tokens/loss_mask"][1:])
     stored_nK = cache.topk(offset, length)[1].numpy()[wanted]
@@ -86,3 +101,13 @@ def _differences(cache: Cache, row: int, fresh: dict[str, np.ndarray]) -> list[F
         what = f"log-probabilities differ from the target's by {error:.2f} (rounding: {logprobs})"
         faults.append(Fault("logits/topk_logprobs", what, (sample["sample_id"],), shard))
     return faults
+
+
+def _step(codec: HiddenCodec, arrays: dict[str, np.ndarray], rows_nH: Tensor) -> Tensor:
+    """How far apart neighbours are that a value may be rounded to, with a little for the scale's own rounding."""
+    if codec.name not in SCALED:
+        return torch.zeros(1)
+    scale_n1 = torch.from_numpy(arrays["hidden_scale"])[:, None]
+    if codec.name == "fp8":  # three bits after the leading one
+        return torch.maximum(rows_nH.abs() / 8, scale_n1 / 512) * 1.02
+    return scale_n1 * 1.02

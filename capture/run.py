@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from cache.store import open_store
 from cache.write import CacheWriter, existing_manifest
 from capture.append import addition, appendable, plan_append
+from capture.calibrate import calibrate, first_samples
 from capture.crew import Crew, gather
-from capture.job import Job, find_job, open_writer, same_as
+from capture.job import Job, find_job, known_channels, open_writer, same_as
 from capture.planning import plan_capture, tell_plan
 from capture.progress import Progress
 from capture.settings import Settings, scan_data, settle
@@ -87,9 +88,14 @@ def _lead(settings: Settings, crew: Crew, say: Say, confirm: Callable[[Manifest]
         crew.hear_all("loaded")
         job = _look_again(job, settings, say, confirm)
         if job.done:
+            crew.tell("calibrate", "[]")
             crew.tell("shards", "[]")
             return job.done
-        writer = open_writer(job, out, target_record(target), say)
+        channels = known_channels(job, out)
+        samples = first_samples(job.plan[1]) if channels is None and job.plan else "[]"
+        crew.tell("calibrate", samples)
+        chosen = calibrate(target, settings.identity.layers, samples, settings.options.prefill_chunk)
+        writer = open_writer(job, out, target_record(target), chosen if channels is None else channels, say)
         # From here on the plan is read shard by shard, so that memory does not grow with the data.
         del job
         _put_target(settings, head, writer)
@@ -114,6 +120,8 @@ def _follow(options: CaptureOptions, crew: Crew) -> None:
         target = _load(settings)
         head_file(target, settings.identity.target.tied)
         crew.tell(f"loaded/{rank}")
+        if crew.replica == 0:
+            calibrate(target, settings.identity.layers, crew.hear("calibrate"), options.prefill_chunk)
         missing = json.loads(crew.hear("shards"))
         if missing:
             writer = CacheWriter.resume(options.out)

@@ -44,7 +44,6 @@ class Settings:
 
 def settle(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Settings:
     """Find the target, read its config and tokenizer. Raises UserError; nothing is written, no weight is read."""
-    check_codec(options.codec)
     ref = resolve_target(options.target, options.trust_remote_code)
     config = read_config(ref)
     text = config.get_text_config()
@@ -66,6 +65,7 @@ def settle(options: CaptureOptions, say: Say, ranks: Ranks = ALONE) -> Settings:
             f"--mask-token-id {options.mask_token_id} is out of range: the target's embedding has rows 0 to "
             f"{text.vocab_size - 1}"
         )
+    check_codec(options.codec, text.hidden_size)
     traits, chat = head_traits(text), open_chat(ref)
     if chat.dated:
         say.note(

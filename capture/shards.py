@@ -34,7 +34,7 @@ def run_shards(
         for shard in crew.claim(missing):
             plan, begun = shard_plan(writer.plan.shard(shard), shard, identity.shard_tokens), time.monotonic()
             places = batch_places(plan)
-            arrays = run_shard(target, traits, identity, plan, _counted(progress, places), prefill_chunk)
+            arrays = run_shard(target, traits, identity, plan, _counted(progress, places), prefill_chunk, writer.codec)
             if pending is not None:
                 _settle(pending, progress)
             if crew.member == 0:

@@ -196,5 +196,5 @@ def _read(
 
 def _packed(draft: Draft, cache: Cache, rows: list[dict[str, Any]]) -> PackedSamples:
     spans = [(row["offset"], row["length"]) for row in rows]
-    ids_T, mask_T, hidden_TLH = cache.samples(spans, draft.config.dflash_config.target_layer_ids)
-    return PackedSamples(ids_T, mask_T, hidden_TLH, tuple(length for _, length in spans)).to(draft.fc.weight.device)
+    ids_T, mask_T, states = cache.samples(spans, draft.config.dflash_config.target_layer_ids)
+    return PackedSamples(ids_T, mask_T, states, tuple(length for _, length in spans)).to(draft.fc.weight.device)

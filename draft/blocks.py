@@ -9,21 +9,31 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from cache.codecs import PackedStates
+
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Whole samples laid end to end: T = sum(lengths). `loss_mask_T` is bool, True where the target wrote the token itself."""
+    """Whole samples laid end to end: T = sum(lengths). `loss_mask_T` is bool, True where the target wrote the token itself.
+
+    `states` are the hidden states [T, L, H], or still as a cache stores them.
+    """
 
     input_ids_T: Tensor
     loss_mask_T: Tensor
-    hidden_TLH: Tensor
+    states: Tensor | PackedStates
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
-        shapes = (self.input_ids_T.shape[0], self.loss_mask_T.shape[0], self.hidden_TLH.shape[0])
+        shapes = (self.input_ids_T.shape[0], self.loss_mask_T.shape[0], len(self.states))
         assert shapes == (total, total, total), f"{shapes} rows for samples of {total} tokens"
         assert self.loss_mask_T.dtype == torch.bool
+
+    @cached_property
+    def hidden_TLH(self) -> Tensor:  # noqa: N802
+        """The hidden states [T, L, H], decoded where they are and once."""
+        return self.states.decode() if isinstance(self.states, PackedStates) else self.states
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -33,10 +43,13 @@ class PackedSamples:
         return torch.stack([ends - lengths, ends], 1).repeat_interleave(lengths, 0)
 
     def to(self, device: torch.device | str) -> "PackedSamples":
-        """The same samples on a device."""
-        return PackedSamples(
-            self.input_ids_T.to(device), self.loss_mask_T.to(device), self.hidden_TLH.to(device), self.lengths
-        )
+        """The same samples on a device. States are decoded there, after the smaller transfer."""
+        if torch.device(device) == self.input_ids_T.device:
+            return self
+        states = self.states.to(device)
+        if isinstance(states, PackedStates):
+            states = states.decode()
+        return PackedSamples(self.input_ids_T.to(device), self.loss_mask_T.to(device), states, self.lengths)
 
 
 @dataclass(frozen=True)

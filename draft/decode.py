@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from cache.codecs import roundtrip
+from cache.codecs import HiddenCodec
 from cache.head import TargetHead
 from draft.attention import Layout, Pair
 from draft.model import Draft, cast
 from draft.propose import propose
 from draft.walk import figure_of
 from schemas.errors import DraftError
-from schemas.manifest import Codec
 from schemas.say import Say, Silent
 from target.layers import tap_layers
 from target.load import Target
@@ -81,7 +80,7 @@ def decode_speculative(
     prompt: Sequence[int],
     max_new_tokens: int,
     eos: Collection[int],
-    codec: Codec | None = None,
+    codec: HiddenCodec | None = None,
 ) -> Decoded:
     """The same answer by blocks: the draft proposes B - 1 tokens after the verified one, the target checks them in one forward.
 
@@ -99,7 +98,7 @@ def decode_speculative(
 
         def see(rows: int) -> None:
             hidden_TLH = torch.stack([states[layer][0, :rows] for layer in own.target_layer_ids], 1)
-            context.extend(hidden_TLH if codec is None else roundtrip(hidden_TLH, codec))
+            context.extend(hidden_TLH if codec is None else codec.roundtrip(hidden_TLH, own.target_layer_ids))
 
         step = torch.tensor([list(prompt)], device=target.device)
         logits = target.model(input_ids=step, **cached, logits_to_keep=1).logits
@@ -157,7 +156,7 @@ def decode_prompts(
     max_new_tokens: int,
     eos: Collection[int],
     *,
-    codec: Codec | None = None,
+    codec: HiddenCodec | None = None,
     lengths: bool = False,
     say: Say | None = None,
 ) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def capture(
             help="Where the cache goes, a folder or s3://BUCKET/PATH; the same command again goes on with an unfinished one."
         ),
     ] = "hs.zarr",
-    codec: Annotated[str, typer.Option(help="How hidden states are stored: bf16 or f32.")] = "bf16",
+    codec: Annotated[
+        str, typer.Option(help="How hidden states are stored: f32, bf16, bf16-zstd, fp8, int8 or int4 (docs/cache.md).")
+    ] = "bf16",
     top_k: Annotated[int, typer.Option(help="How many next-token log-probabilities to keep per token.")] = 64,
     max_length: Annotated[int, typer.Option(help="Longer samples are cut, and counted as truncated.")] = 4096,
     val_fraction: Annotated[

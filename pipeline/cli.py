@@ -9,7 +9,7 @@ from types import FrameType
 
 import typer
 
-from pipeline import capture_commands, measure_commands, train_command
+from pipeline import capture_commands, convert_command, measure_commands, train_command
 from pipeline.launch import launched
 from schemas.errors import Bystander, DflashError, Interrupted
 
@@ -25,6 +25,7 @@ for command in (
     capture_commands.regenerate,
     capture_commands.preview,
     capture_commands.capture,
+    convert_command.convert,
     capture_commands.merge,
     train_command.train,
     measure_commands.evaluate,

@@ -87,7 +87,7 @@ def _by_decoding(options: EvaluateOptions, say: Say) -> dict[str, Any]:
         prompts = file_prompts(reference, options.prompts, options.limit)
     target = load_target(reference, options.dtype, options.device, options.attn)
     check_shapes(draft, target)
-    codec = cache.manifest.identity.codec if cache is not None and options.through_codec else None
+    codec = cache.codec if cache is not None and options.through_codec else None
     eos = eos_ids(reference, load_tokenizer(reference))
     figures = decode_prompts(
         draft, target, prompts, options.max_new_tokens, eos, codec=codec, lengths=options.lengths, say=say
@@ -110,7 +110,10 @@ def _open_cache(path: str, draft: Draft, draft_path: str, say: Say) -> Cache:
                 f"{draft_path} was trained for {trained.name} ({trained.revision}), {path} is of {held.name} ({held.revision}): the "
                 "figures are those of a draft for another target"
             )
-    return open_cache(path, draft.config.dflash_config.target_layer_ids)
+    cache = open_cache(path, draft.config.dflash_config.target_layer_ids)
+    for note in cache.notes:
+        say.note(note)
+    return cache
 
 
 def cache_prompts(cache: Cache, split: str, limit: int | None) -> list[Prompt]:

@@ -154,6 +154,9 @@ class DataOptions(Strict):
     )
     seed: int = Field(0, description="of order, anchors, and the draft's first weights")
     window: int = Field(8, ge=1, description="shards within which samples are shuffled")
+    verify_every: int = Field(
+        16, ge=1, description="a chunk's checksum is verified at its first reading, then at every so many-th; 1: always"
+    )
 
     @field_validator("sources", mode="before")
     @classmethod

@@ -10,10 +10,9 @@ import pyarrow.compute as pc
 import torch
 from safetensors.torch import save
 
-from cache.codecs import encode
 from cache.plan import PLAN
 from cache.write import CacheWriter
-from schemas.arrays import chunk_tokens
+from schemas.arrays import WITH_OUTLIERS, chunk_tokens
 from schemas.index import PLAN_SCHEMA
 from schemas.manifest import Codec, Identity, Manifest, Source, TargetIdentity, Totals
 
@@ -118,7 +117,8 @@ def shard_arrays(writer: CacheWriter, shard: int) -> dict[str, np.ndarray]:
     }
     for layer in who.layers:
         states = torch.from_numpy(draw.standard_normal((rows, HIDDEN)).astype(np.float32))
-        arrays[f"hidden/{layer}"] = encode(states, who.codec)["hidden"]
+        for family, values in writer.codec.encode(states, layer).items():
+            arrays[f"{family}/{layer}"] = values
     # A finished cache has no plan any more; that of `make_cache` is this.
     finished = writer.store.size(PLAN) is None
     table = plan(writer.manifest.totals.shards, rows) if finished else writer.plan.shard(shard)
@@ -132,8 +132,15 @@ def shard_arrays(writer: CacheWriter, shard: int) -> dict[str, np.ndarray]:
 def begin_cache(
     path: Path, codec: Codec = "f32", shards: int = 3, shard_tokens: int = 64, **options: object
 ) -> CacheWriter:
-    table = plan(shards, shard_tokens)
-    return CacheWriter.create(str(path), manifest(table, identity(codec, shard_tokens=shard_tokens, **options)), table)
+    table, who = plan(shards, shard_tokens), identity(codec, shard_tokens=shard_tokens, **options)
+    return CacheWriter.create(str(path), manifest(table, who), table, channels=outliers(who))
+
+
+def outliers(who: Identity) -> dict[int, tuple[int, ...]]:
+    """Other channels in every layer."""
+    if who.codec not in WITH_OUTLIERS:
+        return {}
+    return {layer: tuple(range(layer, layer + 8)) for layer in who.layers}
 
 
 def make_cache(

@@ -298,7 +298,6 @@ def test_a_target_that_forgets_its_mask_token_resumes(folder, data, monkeypatch)
         ({"mask_token_id": 1}, OptionError, "occurs in the captured tokens"),
         ({"top_k": 4096}, OptionError, "2048 tokens"),
         ({"max_length": 2048}, OptionError, "--shard-tokens 2048"),
-        ({"codec": "fp8"}, OptionError, "fp8"),
         ({"device": "toaster"}, OptionError, "toaster"),
         ({"attn": "toaster"}, TargetError, "--attn toaster"),
         ({"data": ("nowhere.jsonl",)}, DataError, "no such file"),
@@ -377,3 +376,17 @@ def test_progress_adds_up(finished, folder, target, data):
     steps = [step for step in say.steps if step[0] == "capture"]
     assert steps[-1] == ("capture", manifest.totals.tokens, manifest.totals.tokens)
     assert np.all(np.diff([done for _, done, _ in steps]) >= 0)
+
+
+def test_channels_are_chosen_once_and_a_resumed_capture_keeps_them(folder, target, data, monkeypatch):
+    """Killed behind the layout: what goes on reads the channels there, even if it would choose others."""
+    options = capture_options(target, data, folder / "chosen", layers=(0, 2), codec="int8")
+    whole = options.model_copy(update={"out": str(folder / "chosen-whole")})
+    capture(whole, Recorder())
+    with monkeypatch.context() as killed:
+        killed.setattr("capture.run.run_shards", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            capture(options, Recorder())
+    monkeypatch.setattr("capture.calibrate.widest_channels", lambda _: pytest.fail("calibrated again"))
+    assert capture(options, Recorder()).complete
+    assert contents(folder / "chosen") == contents(folder / "chosen-whole")

@@ -10,10 +10,10 @@ from torch import Tensor
 from trained import EOS, NEW_TOKENS, answered_samples, answers, prompts, tiny_head, tiny_target, trained_draft
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from cache.codecs import HiddenCodec
 from draft.accept import evaluate_samples
 from draft.decode import DraftContext, decode_plain, decode_prompts, decode_speculative, head_of
 from schemas.errors import DraftError
-from schemas.manifest import Codec
 from target.load import Target
 
 DRAFTS = [("dflash", None), ("dflash2", None), ("dflash2", 8)]
@@ -31,7 +31,7 @@ def test_the_walk_is_decoding_block_for_block(kind: str, window: int | None) -> 
     draft, target = trained_draft(kind, window), tiny_target()
     names, samples = answered_samples()
     walk = evaluate_samples(draft, tiny_head(), [(names, samples)], lengths=True)
-    found = decode_prompts(draft, target, prompts(), NEW_TOKENS, EOS, codec="f32", lengths=True)
+    found = decode_prompts(draft, target, prompts(), NEW_TOKENS, EOS, codec=HiddenCodec("f32"), lengths=True)
     assert found["lossless"] == {"equal": len(names), "prompts": len(names)}
     assert found["accepted_per_block"] == walk["accepted_per_block"]
     assert found["decoded"] == walk["walk"]
@@ -71,7 +71,7 @@ def test_the_draft_sees_the_states_as_a_cache_of_the_codec_gives_them(monkeypatc
         real(self, hidden_TLH)
 
     monkeypatch.setattr(DraftContext, "extend", watched)
-    codecs: tuple[Codec | None, ...] = (None, "f32", "bf16")
+    codecs: tuple[HiddenCodec | None, ...] = (None, HiddenCodec("f32"), HiddenCodec("bf16"))
     for codec in codecs:
         decode_speculative(draft, target, tiny_head(), ids, 1, EOS, codec)
     exact, same, coarse = seen
@@ -82,10 +82,12 @@ def test_the_draft_sees_the_states_as_a_cache_of_the_codec_gives_them(monkeypatc
 def test_the_codec_never_changes_the_answer() -> None:
     draft, target = trained_draft("dflash2"), tiny_target()
     exact = decode_prompts(draft, target, prompts()[:4], 24, EOS, lengths=True)
-    coarse = decode_prompts(draft, target, prompts()[:4], 24, EOS, codec="bf16", lengths=True)
+    coarse = decode_prompts(draft, target, prompts()[:4], 24, EOS, codec=HiddenCodec("bf16"), lengths=True)
     assert exact["lossless"] == coarse["lossless"] == {"equal": 4, "prompts": 4}
     assert (
-        decode_prompts(draft, target, prompts()[:4], 24, EOS, codec="f32", lengths=True)["accepted_per_block"]
+        decode_prompts(draft, target, prompts()[:4], 24, EOS, codec=HiddenCodec("f32"), lengths=True)[
+            "accepted_per_block"
+        ]
         == exact["accepted_per_block"]
     )
 
@@ -159,5 +161,7 @@ def test_the_draft_takes_the_targets_type() -> None:
         torch.bfloat16,
         target.device,
     )
-    found = decode_prompts(copy.deepcopy(trained_draft("dflash2")), half, prompts()[:2], 12, EOS, codec="bf16")
+    found = decode_prompts(
+        copy.deepcopy(trained_draft("dflash2")), half, prompts()[:2], 12, EOS, codec=HiddenCodec("bf16")
+    )
     assert found["decoded"]["blocks"] > 0 and found["decoded"]["acceptance"] >= 1

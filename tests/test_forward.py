@@ -11,7 +11,7 @@ import torch
 from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, write_jsonl
 from torch import nn
 
-from cache.codecs import decode
+from cache.codecs import HiddenCodec
 from capture.forward import make_batch, run_shard, shard_plan, token_arrays
 from capture.planning import plan_capture
 from capture.settings import scan_data, settle
@@ -102,7 +102,7 @@ def test_bf16_rows_are_within_one_ulp(data, tiny_chat, tmp_path, dtype, batch_to
     for rows in captured(settings, identity, table, target).values():
         hidden, _ = reference(target, rows["tokens/input_ids"].tolist())
         for layer in layers:
-            stored_TH = decode({"hidden": rows[f"hidden/{layer}"]}, "bf16").float()
+            stored_TH = HiddenCodec("bf16").decode({"hidden": rows[f"hidden/{layer}"]}, layer).float()
             expected_TH = hidden[layer].float()
             # One unit in the last place of 8 bits: 2^-7 of the power of two at or below the value.
             ulp_TH = torch.exp2(torch.floor(torch.log2(expected_TH.abs().clamp(min=1e-30))) - 7)

@@ -33,7 +33,7 @@ def other_sample(samples: PackedSamples, changed: int, seed: int) -> PackedSampl
     ids[rows] = torch.randint(0, MASK, ids[rows].shape, generator=draw)
     mask[rows] = ~mask[rows]
     hidden[rows] = 5 * torch.randn(hidden[rows].shape, generator=draw)
-    return replace(samples, input_ids_T=ids, loss_mask_T=mask, hidden_TLH=hidden)
+    return replace(samples, input_ids_T=ids, loss_mask_T=mask, states=hidden)
 
 
 def seen_and_predicted(
@@ -74,7 +74,7 @@ def test_a_samples_loss_reaches_the_states_of_its_own_past_alone(kind: str) -> N
     draft, lengths = DRAFTS[kind, 5], (7, 12, 9)
     samples = random_samples(lengths)
     hidden = samples.hidden_TLH.clone().requires_grad_()
-    packed, own = replace(samples, hidden_TLH=hidden), (7, 19)
+    packed, own = replace(samples, states=hidden), (7, 19)
     anchor_N = anchors_of(samples, 5)
     anchor_N = anchor_N[(anchor_N >= own[0]) & (anchor_N < own[1])]
     sums = objective(draft, random_head(), packed, make_blocks(samples, anchor_N, 5), LossOptions(), MASK)

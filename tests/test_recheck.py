@@ -29,7 +29,7 @@ def target(folder):
     return random_target(folder / "tiny")
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"])
+@pytest.fixture(scope="module", params=["f32", "bf16", "fp8", "int8", "int4"])
 def captured(request, folder, target):
     data = write_jsonl(folder / "rows.jsonl", shipped_rows(24))
     out = folder / request.param

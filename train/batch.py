@@ -63,8 +63,8 @@ def read_batches(cache: Cache, draw: Draw, micros: Iterable[MicroBatch]) -> Iter
 
 def read_samples(cache: Cache, spans: list[tuple[int, int]]) -> PackedSamples:
     """Whole samples, each an (offset, length) of the cache, laid end to end, with the layers the cache was opened for."""
-    ids_T, mask_T, hidden_TLH = cache.samples(spans, cache.layers)
-    return PackedSamples(ids_T, mask_T, hidden_TLH, tuple(length for _, length in spans))
+    ids_T, mask_T, states = cache.samples(spans, cache.layers)
+    return PackedSamples(ids_T, mask_T, states, tuple(length for _, length in spans))
 
 
 def draw_blocks(samples: PackedSamples, micro: MicroBatch, draw: Draw) -> tuple[Blocks, int]:

@@ -56,6 +56,9 @@ def prepare(
     options = resolve_options(options, manifest.identity, say)
     check_trackers(options)
     cache, shards = open_data(cache_path, options.run.layers, Path(out), bool(resume), partial, say)
+    cache = cache.verifying(options.data.verify_every)
+    for note in cache.notes:
+        say.note(note)
     weights = source_weights(options.data.sources, manifest.sources)
     order = order_of(cache.index, options.data.seed, options.data.window, options.data.batch_tokens, weights)
     _check_train(options, cache, order)
