@@ -8,7 +8,7 @@ DFLASH := $(BIN)/dflash
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow bench lint demo demo-smollm2 clean
+.PHONY: help setup test test-slow bench bench-cache lint demo demo-smollm2 clean
 .DELETE_ON_ERROR:
 # The stages use every core themselves.
 .NOTPARALLEL:
@@ -40,6 +40,9 @@ bench: setup ## measure reading, capturing and tokenising, as ratios in the same
 	$(BIN)/python benchmarks/capturing.py --target wide --rows 60
 	$(BIN)/python benchmarks/capture_memory.py
 	$(BIN)/python benchmarks/tokenising.py
+
+bench-cache: setup ## measure reading and writing a cache, as ratios in the same run (on an otherwise idle machine)
+	$(BIN)/python benchmarks/reading.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -59,9 +59,13 @@ class HiddenCodec:
 
     def roundtrip(self, hidden_TLH: Tensor, layers: Sequence[int]) -> Tensor:
         """What a draft would read of these states from a cache, [T, L, H]."""
+        return self.pack(hidden_TLH, layers).decode()
+
+    def pack(self, hidden_TLH: Tensor, layers: Sequence[int]) -> "PackedStates":
+        """These states as a cache would hand them out."""
         parts = [self._arrays(hidden_TLH[:, place], layer) for place, layer in enumerate(layers)]
         stacked = {family: torch.stack([part[family] for part in parts]) for family in self.families}
-        return PackedStates(self, tuple(layers), stacked).decode()
+        return PackedStates(self, tuple(layers), stacked)
 
     def _arrays(self, hidden_TH: Tensor, layer: int) -> dict[str, Tensor]:
         if self.name == "f32":
