@@ -74,32 +74,51 @@ def evaluate_samples(
     `loss` is the mean cross-entropy in nats, unweighted, over supervised slots; with a selector plus that of the selector over
     the slots whose token is a candidate, given the true token before them. A block ends at its first unsupervised slot.
     """
+    return report_of((evaluate_pack(draft, head, names, samples) for names, samples in batches), lengths)
+
+
+@dataclass
+class Pack:
+    """What was measured on some packed samples: their ids, the tallies, and sums (float64 or counts, on the CPU)."""
+
+    ids: list[str] = field(default_factory=list)
+    chosen: Tally = field(default_factory=Tally)
+    backbone: Tally = field(default_factory=Tally)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+def evaluate_pack(draft: Draft, head: TargetHead, names: Sequence[str], samples: PackedSamples) -> Pack:
+    """Measure every anchor of packed samples: a part of `evaluate_samples` that can be done anywhere."""
+    anchor_N, pack = anchors_of(samples, draft.config.block_size), Pack(list(names))
+    taken_N, taken_backbone_N = [anchor_N[:0]], [anchor_N[:0]]
+    for accepted_N, accepted_backbone_N, counts in _slices(draft, head, samples, anchor_N):
+        taken_N.append(accepted_N)
+        taken_backbone_N.append(accepted_backbone_N)
+        pack.sums = {key: pack.sums.get(key, 0) + value for key, value in counts.items()}
+    pack.sums = {key: value.cpu() for key, value in pack.sums.items()}
+    pack.chosen.add_samples(samples, anchor_N, torch.cat(taken_N))
+    pack.backbone.add_samples(samples, anchor_N, torch.cat(taken_backbone_N))
+    return pack
+
+
+def report_of(packs: Iterable[Pack], lengths: bool = False) -> dict[str, Any]:
+    """What `evaluate_samples` returns, from its parts in order."""
     chosen, backbone, ids = Tally(), Tally(), list[str]()
     sums: dict[str, Tensor] = {}
-    for names, samples in batches:
-        anchor_N = anchors_of(samples, draft.config.block_size)
-        taken_N, taken_backbone_N = [anchor_N[:0]], [anchor_N[:0]]
-        for accepted_N, accepted_backbone_N, counts in _slices(draft, head, samples, anchor_N):
-            taken_N.append(accepted_N)
-            taken_backbone_N.append(accepted_backbone_N)
-            sums = {key: sums.get(key, 0) + value for key, value in counts.items()}
-        ids.extend(names)
-        chosen.add_samples(samples, anchor_N, torch.cat(taken_N))
-        backbone.add_samples(samples, anchor_N, torch.cat(taken_backbone_N))
+    for pack in packs:
+        ids.extend(pack.ids)
+        for total, part in ((chosen, pack.chosen), (backbone, pack.backbone)):
+            total.every_anchor.extend(part.every_anchor)
+            total.walks.extend(part.walks)
+        sums = {**sums, **{key: sums.get(key, 0) + value for key, value in pack.sums.items()}}
     if not sums:
         raise CacheError(
             "the samples have no anchor (a supervised token with a supervised one after it): evaluate others"
         )
-    return _report(draft, chosen, backbone, ids, sums, lengths)
-
-
-def _report(
-    draft: Draft, chosen: Tally, backbone: Tally, ids: list[str], sums: dict[str, Tensor], lengths: bool
-) -> dict[str, Any]:
     valid_B, slots = sums["valid_B"], int(sums["valid_B"].sum())
     chosen.correct_B, backbone.correct_B = sums["correct_B"], sums["backbone_correct_B"]
     loss = float(sums["base_loss"]) / slots
-    if draft.candidate_selector is None:
+    if "recalled" not in sums:
         result = chosen.to_json(valid_B, loss)
     else:
         recalled = int(sums["recalled"])

@@ -23,7 +23,7 @@ Attention = Annotated[
 Nproc = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Processes on this machine, by default as many as --tp. Under torchrun or srun, leave it out."
+        min=1, help="Processes on this machine, by default one, or --tp. Under torchrun or srun, leave it out."
     ),
 ]
 TrustRemoteCode = Annotated[

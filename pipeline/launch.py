@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from schemas.errors import DflashError, Interrupted, OptionError
@@ -12,8 +12,9 @@ from schemas.ranks import ALONE, Ranks, ranks_of
 
 LAUNCHER = "DFLASH_LAUNCHER"
 PR_SET_PDEATHSIG = 1
-# A worker that is told to stop finishes its forward pass and the shard it is writing.
+# A worker that is told to stop finishes its forward pass and the shard it is writing, or its step and a checkpoint.
 SHUTDOWN_SECONDS = 60
+SAME = "the same command goes on where it stopped"
 
 
 def own_ranks(environment: Mapping[str, str], nproc: int | None, tp: int = 1) -> Ranks | None:
@@ -38,10 +39,13 @@ def launched(environment: Mapping[str, str]) -> bool:
     return environment.get(LAUNCHER) == str(os.getppid())
 
 
-def launch(words: Sequence[str], nproc: int) -> NoReturn:
+def launch(
+    words: Sequence[str], nproc: int, go_on: Callable[[], str] = lambda: SAME, patience: int = SHUTDOWN_SECONDS
+) -> NoReturn:
     """Run `dflash WORDS` in `nproc` processes of this machine and exit as they did.
 
-    The processes print for themselves. Exit code: that of the first that failed. Raises DflashError where one was killed,
+    The processes print for themselves. `go_on` says, once they have been stopped, how to go on; `patience` is how many seconds they
+    have to stop by themselves. Exit code: that of the first that failed. Raises DflashError where one was killed,
     Interrupted and KeyboardInterrupt after SIGTERM and Ctrl-C.
     """
     import logging
@@ -63,7 +67,7 @@ def launch(words: Sequence[str], nproc: int) -> NoReturn:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        shutdown_timeout=SHUTDOWN_SECONDS,
+        shutdown_timeout=patience,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "pipeline", *words)
@@ -72,13 +76,12 @@ def launch(words: Sequence[str], nproc: int) -> NoReturn:
         if failure.exitcode > 0:
             sys.exit(failure.exitcode)
         raise DflashError(
-            f"process {rank} of {nproc} was ended by {signal.Signals(-failure.exitcode).name}: run the same command again, "
-            "it does what is missing"
+            f"process {rank} of {nproc} was ended by {signal.Signals(-failure.exitcode).name}: {go_on()}"
         ) from None
     except SignalException as fault:
         if fault.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        raise Interrupted(f"stopped by {fault.sigval.name}: the same command goes on where it stopped") from None
+        raise Interrupted(f"stopped by {fault.sigval.name}: {go_on()}") from None
     sys.exit(0)
 
 

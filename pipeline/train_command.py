@@ -1,24 +1,31 @@
 """Stage two: `dflash train`, one draft or a sweep of them."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import join
 from typing import Annotated, Any
 
 import typer
 
-from pipeline.arguments import layer_list, merge, read_setting, read_yaml
+from pipeline.arguments import Nproc, layer_list, merge, read_setting, read_yaml
 from pipeline.console import Console
 from pipeline.grid import Setting, grid
+from pipeline.launch import launch, own_ranks
 from pipeline.print_config import config_text, help_of
 from schemas.errors import OptionError
 from schemas.options import DraftOptions, RunOptions, TrainOptions
+from schemas.ranks import ALONE
 from schemas.strict import parse
 
 NEWEST = "newest"
+# For a step and a checkpoint of several gigabytes on a slow disk.
+SHUTDOWN_SECONDS = 300
 RESOLVED = "config.yaml"
 
 
 def train(
+    context: typer.Context,
     cache: Annotated[
         str | None,
         typer.Option(help="A complete cache, or with --partial one that still grows: a folder, or s3://BUCKET/PATH."),
@@ -42,6 +49,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help=help_of(RunOptions, "steps"))] = None,
     epochs: Annotated[int | None, typer.Option(help=help_of(RunOptions, "epochs"))] = None,
     device: Annotated[str | None, typer.Option(help=help_of(RunOptions, "device"))] = None,
+    nproc: Nproc = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -87,6 +95,10 @@ def train(
             raise OptionError("--sweep goes on with what was interrupted by itself: leave out --resume")
         if partial:
             raise OptionError("--partial would give each run of a --sweep other shards: sweep over a complete cache")
+        if own_ranks(os.environ, nproc) != ALONE:
+            raise OptionError(
+                "--sweep trains each draft in one process: leave out --nproc (--jobs runs several drafts)"
+            )
         print(
             _sweep(
                 cache,
@@ -105,11 +117,27 @@ def train(
     if resume and config is None and (Path(out) / RESOLVED).is_file():
         # What the run was begun with, so that nothing has to be typed again.
         options = train_options(f"{out}/{RESOLVED}", settings, flags)
+    if (ranks := own_ranks(os.environ, nproc)) is None:
+        launch(context.obj, nproc or 1, lambda: _go_on(context.obj, out), SHUTDOWN_SECONDS)
     from train.run import train as run_training
 
     with Console() as say:
-        summary = run_training(options, cache, out, True if resume == NEWEST else resume or False, say, partial)
-    print(f"{out}: {summary.steps:,} steps done; the draft is {out}/draft, of {summary.checkpoint}")
+        summary = run_training(options, cache, out, True if resume == NEWEST else resume or False, say, ranks, partial)
+    if summary is not None:
+        print(f"{out}: {summary.steps:,} steps done; the draft is {out}/draft, of {summary.checkpoint}")
+
+
+def _go_on(words: Sequence[str], out: str) -> str:
+    """The command that goes on with a run of several processes, when they have been stopped."""
+    if not (Path(out) / RESOLVED).is_file():
+        return "nothing was written, the same command begins again"
+    kept = list(words)
+    if "--resume" in kept:
+        place = kept.index("--resume")
+        named = kept[place + 1 : place + 2]
+        # What it was to begin from lies behind it now.
+        del kept[place : place + (2 if named and not named[0].startswith("--") else 1)]
+    return f"go on with `dflash {join(kept)} --resume`"
 
 
 def train_options(

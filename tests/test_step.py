@@ -38,7 +38,7 @@ def test_each_slot_reaches_the_head_once_and_the_trunk_is_run_again_only_for_a_s
 
     monkeypatch.setattr(SlicedHead, "logits", watched)
     job.learner.draft.register_forward_hook(lambda _m, _i, output: with_graph.append(output.requires_grad))
-    sums = accumulate(job.learner, batches)
+    sums = accumulate(job.learner, batches).sums
     valid = sum(int(block_valid(batch.samples, batch.blocks).sum()) for batch in batches)
     assert sum(through_head) == valid == sums["valid"] > 0
     assert len(with_graph) == forwards and sum(with_graph) == 3, "a graph that is not used, or none where one is"

@@ -30,6 +30,20 @@ class Batch:
         """The same batch on a device."""
         return replace(self, samples=self.samples.to(device), blocks=self.blocks.to(device))
 
+    def or_nothing(self, layers: int, hidden_size: int) -> "Batch":
+        """This batch, or where it has no block one that weighs nothing: two tokens that are not supervised, and a block of them.
+
+        With it a rank that has nothing to train on computes a gradient of zero for every parameter, at the same moments as the
+        others compute theirs.
+        """
+        if len(self.blocks.anchor_N):
+            return self
+        ids_T, hidden_TLH = torch.zeros(2, dtype=torch.int64), torch.zeros(2, layers, hidden_size)
+        samples = PackedSamples(ids_T, torch.zeros(2, dtype=torch.bool), hidden_TLH, (2,))
+        return replace(
+            self, samples=samples, blocks=make_blocks(samples, torch.ones(1, dtype=torch.int64), self.blocks.block_size)
+        )
+
 
 @dataclass(frozen=True)
 class Draw:

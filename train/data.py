@@ -7,15 +7,16 @@ from cache.partial import open_partial, open_shards
 from cache.read import Cache, open_cache
 from schemas.say import Say
 from train.rundir import holds_run, read_provenance
+from train.team import SOLO, Team
 
 
 def open_data(
-    path: str, layers: Sequence[int] | None, run: Path, resume: bool, partial: bool, say: Say
+    path: str, layers: Sequence[int] | None, run: Path, resume: bool, partial: bool, say: Say, team: Team = SOLO
 ) -> tuple[Cache, tuple[int, ...] | None]:
     """The cache at `path`, and its shards that are trained on where they are not all.
 
     A run that is resumed takes the shards that it began with, however many there are by now. Raises CacheError for an incomplete
-    cache unless `partial`, CacheDamaged.
+    cache unless `partial`, CacheDamaged. Of a growing cache all ranks take what the first has found.
     """
     begun = read_provenance(run).shards if resume and holds_run(run) else None
     if begun is not None:
@@ -27,6 +28,9 @@ def open_data(
     if not partial:
         return open_cache(path, layers), None
     found = open_partial(path, layers)
+    # A capture may commit a shard between one rank's look and another's.
+    if found.shards != (shards := team.gather(found.shards)[0]):
+        return open_cache(path, layers) if shards is None else open_shards(path, shards, layers), shards
     if found.shards is None:
         say.note(f"{path} is complete: --partial trains on all of it")
     else:

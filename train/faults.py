@@ -1,26 +1,23 @@
 """A loss that is not finite: which batch it was, in a file of the run and in one line."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from cache.read import Cache
 from cache.store import write_whole
-from train.batch import Batch
 from train.step import NotFinite
 
 FILE = "not-finite.json"
 NAMED = 8
 
 
-def report_not_finite(run: Path, cache: Cache, step: int, lr: float, window: Sequence[Batch], fault: NotFinite) -> str:
+def report_not_finite(run: Path, cache: Cache, step: int, lr: float, fault: NotFinite) -> str:
     """Write RUN/not-finite.json and return the message: the step, which micro-batch of which epoch, and its samples.
 
     The file holds `step` (the one that was not done), `lr`, `what` and `value`, and of each micro-batch that is to blame its `epoch`,
     its `position` in it (from 0), the `rows` of the index and their `sample_ids`.
     """
-    blamed = set(fault.rows)
-    micros = [batch.micro for batch in window if blamed & set(batch.micro.rows)]
+    micros = fault.micros
     ids = cache.index["sample_id"]
     batches = [
         {

@@ -34,7 +34,7 @@ class HeldOut:
 
 
 def choose_held_out(
-    options: TrainOptions, cache: Cache, order: Order, weights: Mapping[int, float] | None, say: Say
+    options: TrainOptions, cache: Cache, order: Order, weights: Mapping[int, float] | None, say: Say, world: int = 1
 ) -> HeldOut:
     """The held-out samples of the sources trained on, as many as `run.eval_share` allows, in the order of their ids.
 
@@ -59,7 +59,7 @@ def choose_held_out(
             "with a larger --val-fraction"
         )
     every = run.checkpoint_every if run.eval_every == "auto" else run.eval_every
-    most = run.eval_share * STEP_OF_FORWARD * every * blocks_per_step(options, cache, order)
+    most = run.eval_share * STEP_OF_FORWARD * every * blocks_per_step(options, cache, order, world)
     chosen = _within(cache, rows, most)
     if first_anchor(cache, options.draft.block_size, chosen) is None:
         chosen.append(first)
@@ -69,10 +69,10 @@ def choose_held_out(
     return HeldOut(every, tuple(chosen))
 
 
-def blocks_per_step(options: TrainOptions, cache: Cache, order: Order) -> float:
-    """Blocks of an average step of the first epoch."""
+def blocks_per_step(options: TrainOptions, cache: Cache, order: Order, world: int = 1) -> float:
+    """Blocks of an average step of the first epoch, over all ranks, which share the evaluation too."""
     per_epoch = float((planned_blocks(options.data, cache, order) * repeats(order, 0)).sum())
-    return per_epoch / max(1, steps_of_epoch(order, 0, options.optim.accumulate))
+    return per_epoch / max(1, steps_of_epoch(order, 0, options.optim.accumulate, world))
 
 
 def planned_blocks(data: DataOptions, cache: Cache, order: Order) -> NDArray[np.int64]:

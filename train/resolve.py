@@ -8,6 +8,7 @@ from cache.device import resolve_device
 from schemas.errors import CacheError, OptionError
 from schemas.manifest import Identity
 from schemas.options import RunOptions, TrainOptions
+from schemas.ranks import ALONE, Ranks
 from schemas.say import Say
 from train.objective import resolve_gamma
 
@@ -31,15 +32,16 @@ KINDS_OF = {
 }
 
 
-def resolve_options(options: TrainOptions, identity: Identity, say: Say) -> TrainOptions:
+def resolve_options(options: TrainOptions, identity: Identity, say: Say, ranks: Ranks = ALONE) -> TrainOptions:
     """The options as the run will use them; raises OptionError or CacheError for what cannot be done, never leaves any out."""
     _check_kind(options, say)
-    device = resolve_device(options.run.device)
+    device = resolve_device(options.run.device, ranks)
     if device.type == "cpu" and options.run.device == "auto":
         say.note("no CUDA device here: training on the CPU")
     resolved = {
         "layers": resolve_layers(options.run.layers, identity),
-        "device": str(device),
+        # Among several processes each has a GPU of its own, and the run has them all.
+        "device": str(device) if ranks.local_world == 1 else device.type,
         "precision": _precision(options.run, device),
         "attention": _attention(options.run, device),
         "epochs": _epochs(options.run, say),

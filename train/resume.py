@@ -1,5 +1,6 @@
 """Where a run begins: at step 0, or at a checkpoint of the same run, with whatever lies after it cleared away."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from schemas.errors import DraftError
@@ -21,9 +22,17 @@ from train.step import Learner
 
 
 def where_to_begin(
-    run: Path, options: TrainOptions, provenance: Provenance, resume: str | bool, steps: int, say: Say
+    run: Path,
+    options: TrainOptions,
+    provenance: Provenance,
+    resume: str | bool,
+    length: Callable[[TrainState], int],
+    say: Say,
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, or None to begin; DraftError where folder, `resume` and what the run was do not fit each other."""
+    """The checkpoint to go on from, or None to begin; DraftError where folder, `resume` and what the run was do not fit each other.
+
+    `length` is the number of the run's steps in all, seen from a checkpoint.
+    """
     there = holds_run(run)
     checkpoints = list_checkpoints(run / CHECKPOINTS)
     if resume is False:
@@ -49,6 +58,7 @@ def where_to_begin(
         say.note(f"{run} has no checkpoint yet: beginning at step 0")
         return None
     checkpoint = load_checkpoint(path)
+    steps = length(checkpoint.state)
     if checkpoint.state.step > steps:
         raise DraftError(
             f"{path} is at step {checkpoint.state.step}, beyond the {steps} asked for: give more steps, or an earlier checkpoint"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
+from pydantic import Field
 
 from cache.read import Cache
 from cache.store import write_whole
@@ -43,7 +44,8 @@ class Provenance(Strict):
     """What a run was trained on. `index_sha256` is over the cache's index: its samples, their places and their tokens.
 
     `shards` are those that were committed when a run on a growing cache began, which index and totals are of; None: all.
-    `draft` says what draft/ holds, and is null until the run has ended.
+    `ranks` is how many processes share its steps since it last began. `draft` says what draft/ holds, and is null until the run has
+    ended.
     """
 
     cache: str
@@ -52,11 +54,12 @@ class Provenance(Strict):
     index_sha256: str
     shards: tuple[int, ...] | None = None
     versions: dict[str, str]
+    ranks: int = Field(1, ge=1)
     draft: Exported | None = None
 
 
-def provenance_of(cache: Cache, path: str, shards: tuple[int, ...] | None = None) -> Provenance:
-    """The provenance of a run on a cache, given as `path`, or on those of its shards alone."""
+def provenance_of(cache: Cache, path: str, shards: tuple[int, ...] | None = None, ranks: int = 1) -> Provenance:
+    """The provenance of a run on a cache, given as `path`, or on those of its shards alone, by so many processes."""
     columns = cache.index.select(["sample_id", "offset", "length", "split", "shard", "tokens_sha256"]).to_pydict()
     digest = hashlib.sha256(json.dumps(columns).encode())
     manifest = cache.manifest
@@ -68,6 +71,7 @@ def provenance_of(cache: Cache, path: str, shards: tuple[int, ...] | None = None
         index_sha256=digest.hexdigest(),
         shards=shards,
         versions=versions,
+        ranks=ranks,
     )
 
 
@@ -131,6 +135,9 @@ def check_same_run(run: Path, options: TrainOptions, provenance: Provenance) -> 
             f"{asked.totals.samples} with {asked.index_sha256[:16]}: give that cache, or another --out"
         )
     before, now = read_options(run).model_dump(), options.model_dump()
+    if before["optim"]["accumulate"] * held.ranks == now["optim"]["accumulate"] * asked.ranks:
+        # The same micro-batches a step, dealt among more ranks or fewer: the same run.
+        before["optim"]["accumulate"] = now["optim"]["accumulate"]
     for group, fields in before.items():
         for name, value in fields.items():
             if now[group][name] != value and group != "log" and not (group == "run" and name in FREE):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,15 +13,21 @@ from cache.head import TargetHead
 from draft.model import Draft
 from schemas.options import LossOptions
 from train.batch import Batch
+from train.gradients import GradientSum
 from train.loss import Measured
 from train.metrics import add_sums
 from train.objective import attach, base_weight, measure, states, total_loss
 from train.optim import Optimizers
+from train.stream import MicroBatch
+from train.team import SOLO, Team
 
 
 @dataclass(frozen=True)
 class Learner:
-    """What a step updates and what it needs for that. `world` is the number of ranks that share the step."""
+    """What a step updates and what it needs for that. The ranks of `team` share the step.
+
+    `gradient_sum` adds up their gradients, where there are several and no one else does.
+    """
 
     draft: Draft
     head: TargetHead
@@ -31,7 +37,8 @@ class Learner:
     mask_token_id: int
     device: torch.device
     precision: torch.dtype
-    world: int = 1
+    team: Team = SOLO
+    gradient_sum: GradientSum | None = None
 
 
 def take_window(batches: Iterator[Batch], accumulate: int) -> list[Batch]:
@@ -45,43 +52,76 @@ def take_window(batches: Iterator[Batch], accumulate: int) -> list[Batch]:
 
 
 def run_step(learner: Learner, window: Sequence[Batch], lr: float) -> dict[str, float]:
-    """Update the draft once; returns the step's sums, with `grad_norm` before clipping and `steps` 1.
+    """Update the draft once; returns the step's sums over all ranks, with `grad_norm` before clipping and `steps` 1.
 
-    A step without any valid slot changes nothing: it has `grad_norm` 0. Raises NotFinite, before the update.
+    A step without any valid slot changes nothing: it has `grad_norm` 0. Raises NotFinite, on every rank and before the update.
+    Each rank adds up its own micro-batches, then the ranks are added up: the last bits depend on how many there are.
     """
-    batches = [batch for batch in window if len(batch.blocks.anchor_N)]
-    sums = over_ranks(accumulate(learner, batches), learner.world)
+    gathered = accumulate(learner, _taking_part(learner, window))
+    gathered.sums["tokens"] = float(sum(sum(batch.samples.lengths) for batch in window))
+    gathered.sums["without_anchor"] = float(sum(batch.without_anchor for batch in window))
+    sums = learner.team.sums(gathered.sums)
+    if not all(map(math.isfinite, sums.values())):
+        faults = [fault for each in learner.team.gather(gathered.faults) for fault in each]
+        raise NotFinite(faults[0].what, faults[0].value, [fault.micro for fault in faults])
+    if learner.gradient_sum is not None:
+        learner.gradient_sum.finish()
     sums |= {"steps": 1.0, "grad_norm": 0.0}
-    sums["tokens"] = float(sum(sum(batch.samples.lengths) for batch in window))
-    sums["without_anchor"] = float(sum(batch.without_anchor for batch in window))
     if sums.get("base_weight", 0.0) > 0:
         norm = learner.optimizers.gradient_norm()
         sums["grad_norm"] = norm.item()
         if not math.isfinite(sums["grad_norm"]):
-            raise NotFinite("gradient", sums["grad_norm"], batches)
+            micros = [micro for each in learner.team.gather([batch.micro for batch in window]) for micro in each]
+            raise NotFinite("gradient", sums["grad_norm"], micros)
         learner.optimizers.clip(learner.clip, norm)
         learner.optimizers.step(lr)
     learner.optimizers.zero_grad()
     return sums
 
 
-def over_ranks(sums: Mapping[str, float], world: int) -> dict[str, float]:
-    """Sums over all ranks: the one place where ranks add up denominators and metrics. With one rank, the sums themselves."""
-    assert world == 1, "several ranks are not available in this version"
-    return dict(sums)
+def _taking_part(learner: Learner, window: Sequence[Batch]) -> list[Batch]:
+    # One rank alone passes over what has nothing to train on; among several each does as many passes as the others.
+    if learner.team.world == 1:
+        return [batch for batch in window if len(batch.blocks.anchor_N)]
+    config = learner.draft.config
+    return [batch.or_nothing(len(config.dflash_config.target_layer_ids), config.hidden_size) for batch in window]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A sum of a micro-batch that is not finite."""
+
+    what: str
+    value: float
+    micro: MicroBatch
 
 
 class NotFinite(Exception):
-    """A loss or gradient that is not finite, met in one of `batches`; nothing was updated by it."""
+    """A loss or gradient that is not finite, met in one of `micros`, of any rank; nothing was updated by it."""
 
-    def __init__(self, what: str, value: float, batches: Sequence[Batch]) -> None:
+    def __init__(self, what: str, value: float, micros: Sequence[MicroBatch]) -> None:
         super().__init__(f"the {what} is {value}")
         self.what, self.value = what, value
-        self.rows = tuple(row for batch in batches for row in batch.micro.rows)
+        self.micros = sorted((micro for micro in micros if micro.rows), key=lambda micro: (micro.epoch, micro.position))
 
 
-def accumulate(learner: Learner, batches: Sequence[Batch]) -> dict[str, float]:
-    """Gradients of the step's loss into the parameters; returns the sums of the micro-batches.
+@dataclass
+class Gathered:
+    """The sums of the micro-batches so far, of this rank alone, and which losses among them are not finite."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def add(self, measured: Measured, micro: MicroBatch) -> None:
+        """Take in a micro-batch that has been measured."""
+        values = to_floats(measured.sums)
+        bad = [name for name in measured.slot_gradients if not math.isfinite(values[name])]
+        self.faults.extend(Fault(name, values[name], micro) for name in bad[:1])
+        add_sums(self.sums, values)
+
+
+def accumulate(learner: Learner, batches: Sequence[Batch]) -> Gathered:
+    """Gradients of the step's loss into the parameters; returns the sums of this rank's micro-batches.
 
     A share of the loss needs the whole step's denominators. The base's is the masks' alone. The selector's depends on the weights
     of the moment (which slots have their token among the candidates), so all micro-batches are measured first, each leaving
@@ -92,32 +132,33 @@ def accumulate(learner: Learner, batches: Sequence[Batch]) -> dict[str, float]:
     if learner.draft.candidate_selector is not None:
         return _measure_then_backward(learner, batches)
     weights = [base_weight(batch.samples, batch.blocks, learner.loss).item() for batch in batches]
-    denominators = over_ranks({"base_weight": math.fsum(weights)}, learner.world)
-    totals: dict[str, float] = {}
-    for batch in batches:
+    denominators = learner.team.sums({"base_weight": math.fsum(weights)})
+    gathered = Gathered()
+    for number, batch in enumerate(batches, 1):
         batch = batch.to(learner.device)
         part = _measure(learner, batch, graph=True)
-        add_sums(totals, _finite(part, batch))
-        _backward(learner, batch, part, denominators)
-    return totals
+        gathered.add(part.measured, batch.micro)
+        _backward(learner, batch, part, denominators, last=number == len(batches))
+    return gathered
 
 
-def _measure_then_backward(learner: Learner, batches: Sequence[Batch]) -> dict[str, float]:
-    totals: dict[str, float] = {}
+def _measure_then_backward(learner: Learner, batches: Sequence[Batch]) -> Gathered:
+    gathered = Gathered()
     parts: list[_Part] = []
     for batch in batches:
         # Moved when it is used, not when it is read: a device need not hold all micro-batches of a step at once.
         batch = batch.to(learner.device)
         part = _measure(learner, batch, graph=len(parts) == len(batches) - 1)
-        add_sums(totals, _finite(part, batch))
+        gathered.add(part.measured, batch.micro)
         if parts:
             part.measured.take_parameter_gradients(parts[-1].measured)
         parts.append(part)
-    weights = {name: totals.get(name, 0.0) for name in ("base_weight", "selector_weight")}
-    denominators = over_ranks(weights, learner.world)
+    weights = {name: gathered.sums.get(name, 0.0) for name in ("base_weight", "selector_weight")}
+    denominators = learner.team.sums(weights)
     for batch in reversed(batches):
-        _backward(learner, batch.to(learner.device), parts.pop(), denominators)
-    return totals
+        part = parts.pop()
+        _backward(learner, batch.to(learner.device), part, denominators, last=not parts)
+    return gathered
 
 
 @dataclass(frozen=True)
@@ -135,24 +176,20 @@ def _measure(learner: Learner, batch: Batch, graph: bool) -> _Part:
     return _Part(measured, hidden_NBH if graph else None)
 
 
-def _backward(learner: Learner, batch: Batch, part: _Part, denominators: Mapping[str, float]) -> None:
+def _backward(learner: Learner, batch: Batch, part: _Part, denominators: Mapping[str, float], *, last: bool) -> None:
     hidden_NBH = _states(learner, batch) if part.hidden_NBH is None else part.hidden_NBH
     sums = attach(part.measured, hidden_NBH, batch.samples, batch.blocks)
+    if last and learner.gradient_sum is not None:
+        selector = learner.draft.candidate_selector
+        behind_norm = [] if selector is None else list(selector.parameters())
+        still = {p for owned in part.measured.parameter_gradients.values() for p in owned}
+        learner.gradient_sum.begin(complete=[p for p in behind_norm if p not in still])
     total_loss(sums, denominators, learner.loss).backward()  # type: ignore[no-untyped-call]
 
 
 def _states(learner: Learner, batch: Batch) -> Tensor:
     with _autocast(learner):
         return states(learner.draft, learner.head, batch.samples, batch.blocks, learner.mask_token_id)
-
-
-def _finite(part: _Part, batch: Batch) -> dict[str, float]:
-    """The sums as numbers. Raises NotFinite."""
-    values = to_floats(part.measured.sums)
-    for name in part.measured.slot_gradients:
-        if not math.isfinite(values[name]):
-            raise NotFinite(name, values[name], [batch])
-    return values
 
 
 def _autocast(learner: Learner) -> AbstractContextManager[Any]:

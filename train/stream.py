@@ -160,3 +160,16 @@ def steps_of_epoch(order: Order, epoch: int, accumulate: int = 1, world: int = 1
 def steps_of(order: Order, epochs: int, accumulate: int = 1, world: int = 1) -> int:
     """Optimizer steps of the first `epochs` epochs. They differ by a few: another order packs otherwise."""
     return sum(steps_of_epoch(order, epoch, accumulate, world) for epoch in range(epochs))
+
+
+def steps_left(order: Order, state: StreamState, epochs: int, accumulate: int = 1, world: int = 1) -> int:
+    """Optimizer steps from a place to the end of `epochs` epochs; from a place beyond it, those since then, negative.
+
+    Another number of ranks may have left off within a step of these: the rest of the epoch is cut into steps from there on.
+    """
+    if state.epoch >= epochs:
+        since = sum(steps_of_epoch(order, epoch, accumulate, world) for epoch in range(epochs, state.epoch))
+        return -since - -(-state.position // (accumulate * world))
+    rest = len(micro_batches(order, state.epoch)) - state.position
+    later = sum(steps_of_epoch(order, epoch, accumulate, world) for epoch in range(state.epoch + 1, epochs))
+    return -(-rest // (accumulate * world)) + later

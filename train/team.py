@@ -1,0 +1,153 @@
+"""The processes that train together: their sums, what they know of each other, and the end of all where one fails.
+
+One process alone needs no network, and all of this is then the identity.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from cache.device import resolve_device
+from schemas.errors import Bystander, DflashError, Interrupted
+from schemas.ranks import ALONE, Ranks
+
+Value = TypeVar("Value")
+
+# Nobody waits longer for a rank that says nothing: for one that was killed where no launcher ends the others.
+PATIENCE = timedelta(minutes=30)
+FAILED, FAULTS = "failed", "faults"
+WATCH_SECONDS = 1.0
+# For a process to notice by itself that another has failed, before it is ended in the middle of waiting for it.
+LEAVE_SECONDS = 10.0
+# The launcher takes the first that ends for the one that failed.
+STAND_BY_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among those that train together; `device` is where it computes, and what is summed over all lies."""
+
+    ranks: Ranks
+    device: torch.device
+
+    @property
+    def world(self) -> int:
+        """How many processes there are."""
+        return self.ranks.world
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that speaks and writes."""
+        return self.ranks.first
+
+    def sums(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sums over all ranks, in double precision, the same bits on each. Every rank gives the same names."""
+        if self.world == 1:
+            return dict(sums)
+        names = sorted(sums)
+        values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=self.device)
+        dist.all_reduce(values)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        return self.sums({"here": float(here)})["here"] > 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's value, in the order of ranks."""
+        if self.world == 1:
+            return [value]
+        values: list[Value | None] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        self.any(False)
+
+
+SOLO = Team(ALONE, torch.device("cpu"))
+
+
+@contextmanager
+def assemble(ranks: Ranks, device: str) -> Iterator[Team]:
+    """The team, for as long as the work takes: gloo between CPUs, NCCL between GPUs.
+
+    A rank that fails tells the others, which then end as Bystander rather than wait for it: at their next sum where its
+    connections are closed, else within seconds. Raises OptionError for a device that is not there. Interrupted is taken to be
+    agreed on by all.
+    """
+    if ranks.world == 1:
+        yield Team(ranks, resolve_device(device, ranks))
+        return
+    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=10)))
+    store = dist.PrefixStore("train", store)
+    try:
+        place = resolve_device(device, ranks)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        group_store = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group_store, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE)
+        with _Watch(store):
+            yield Team(ranks, place)
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except BaseException as fault:
+        reason = _reason(store, ranks, fault)
+        if reason is None:
+            raise
+        time.sleep(STAND_BY_SECONDS)
+        raise Bystander(reason) from None
+    dist.destroy_process_group()
+
+
+class _Watch:
+    """Ends this process where another has failed and it does not notice, as inside a sum on a GPU that will never be complete."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._over = store, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_fault: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(WATCH_SECONDS):
+            # The first process holds the store: when it is gone, so is the answer.
+            with suppress(RuntimeError):
+                if not self._store.check([FAILED]):
+                    continue
+            if not self._over.wait(LEAVE_SECONDS):
+                os._exit(Bystander.exit_code)
+
+
+def _reason(store: dist.Store, ranks: Ranks, fault: BaseException) -> str | None:
+    # Why another process made this one stop; None where the fault is its own, which the others are told then.
+    if isinstance(fault, Bystander):
+        return str(fault)
+    # The network's faults are RuntimeErrors, told apart only by their text.
+    text = str(fault).splitlines()[0][:120] if str(fault) else ""
+    lost = isinstance(fault, RuntimeError) and any(
+        word in text.lower() for word in ("gloo", "nccl", "connection", "store")
+    )
+    with suppress(RuntimeError):
+        if not lost and store.add(FAULTS, 1) == 1:
+            what = str(fault) if isinstance(fault, DflashError) else type(fault).__name__
+            store.set(FAILED, f"process {ranks.rank} stopped: {what}")
+            return None
+        if store.check([FAILED]):
+            return str(store.get(FAILED).decode())
+    return f"another process is gone ({text}): go on with --resume"
