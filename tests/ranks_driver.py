@@ -2,17 +2,18 @@
 
 Reads tasks from standard input, one JSON object each: {"world", "options", "cache", "out", "resume", "signals": [[rank, step, signal]],
 "gradients": file or null}; answers each with a line of JSON: the exit status of every process (negative: the signal that ended it) and
-what each wrote to standard error. A rank with a signal sends it to itself as it begins that step. With `gradients` nothing is
+what each wrote to standard error. A rank with a signal sends it to itself as it begins that step; signal 0 is
+a fault of its own. With `gradients` nothing is
 trained: the gradients of the first step, of weights all of which matter, go into the file.
 """
 
 import json
 import os
-import signal
 import socket
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from train_fixtures import TARGET_CONFIG  # noqa: E402
 
-from schemas.errors import DflashError  # noqa: E402
+from draft.shape import text_config  # noqa: E402
+from schemas.errors import DflashError, TrainFault  # noqa: E402
 from schemas.options import TrainOptions  # noqa: E402
 from schemas.ranks import Ranks  # noqa: E402
 from schemas.say import Silent  # noqa: E402
 from train import run as training  # noqa: E402
 from train.batch import read_batches  # noqa: E402
+from train.gradients import GradientSum  # noqa: E402
 from train.setup import prepare  # noqa: E402
 from train.sharding import like, whole  # noqa: E402
 from train.step import _taking_part, accumulate, take_window  # noqa: E402
@@ -44,10 +50,14 @@ def gradients(task: dict[str, Any], options: TrainOptions, ranks: Ranks) -> None
                 parameter.add_(0.1 * like(parameter, noise))
         micros = stream(job.order, StreamState(), ranks.rank, ranks.world)
         window = take_window(read_batches(job.cache, job.draw, micros), options.optim.accumulate)
-        accumulate(job.learner, _taking_part(job.learner, window))
-        if job.learner.gradient_sum is not None:
-            job.learner.gradient_sum.finish()
-        grads = {name: whole(p.grad).contiguous() for name, p in job.learner.optimizers.parameters.items()}
+        learner = job.learner
+        if learner.gradient_sum is not None:
+            # Small buckets, so that there are many.
+            learner = replace(learner, gradient_sum=GradientSum(list(learner.optimizers.parameters.values()), 2000))
+        accumulate(learner, _taking_part(learner, window))
+        if learner.gradient_sum is not None:
+            learner.gradient_sum.finish()
+        grads = {name: whole(p.grad).contiguous() for name, p in learner.optimizers.parameters.items()}
         if ranks.first:
             save_file(grads, task["gradients"])
 
@@ -60,6 +70,8 @@ def child(task: dict[str, Any], ranks: Ranks) -> None:
         begun[0] += 1
         for rank, step, number in task["signals"]:
             if (rank, step) == (ranks.rank, begun[0]):
+                if number == 0:
+                    raise TrainFault("the disk is on fire")
                 os.kill(os.getpid(), number)
         return real(*arguments)
 
@@ -85,7 +97,7 @@ def run(task: dict[str, Any]) -> dict[str, object]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
-    files = [tempfile.TemporaryFile() for _ in range(world)]
+    files = [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115
     for rank in range(world):
         if (pid := os.fork()) == 0:
             os.dup2(files[rank].fileno(), 2)
@@ -105,6 +117,7 @@ def run(task: dict[str, Any]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Its imports, once for all processes.
+    text_config(TARGET_CONFIG)
     for text in sys.stdin:
         print(json.dumps(run(json.loads(text))), flush=True)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_fixtures import options, stable_lines, train_cache
+from train_fixtures import options, stable_lines, tensor_files, train_cache
 
 from cache.read import open_cache
 from schemas.say import Silent
 from train.checkpoint import list_checkpoints, load_checkpoint
+from train.gradients import buckets_of
 from train.run import train
+from train.rundir import read_provenance
 from train.stream import micro_batches, order_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,3 +128,112 @@ def test_a_run_does_not_depend_on_how_many_share_its_steps(
     assert counted == 2 * len(BARREN)
     evaluated = [[line for line in stable_lines(run) if "val/walk" in line] for run in (tmp_path / "r", alone[kind])]
     assert len(evaluated[0]) == len(evaluated[1]) > 0
+
+
+@pytest.fixture(scope="module")
+def pair(driver: Driver, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run by two ranks that nothing disturbs."""
+    run = tmp_path_factory.mktemp("pair") / "r"
+    assert driver.run(2, chosen_for("dflash2", 2, keep=20), cache, run)[0] == [0, 0]
+    return run
+
+
+def test_the_same_number_of_ranks_gives_the_same_bits(driver: Driver, cache: str, tmp_path: Path, pair: Path) -> None:
+    assert driver.run(2, chosen_for("dflash2", 2, keep=20), cache, tmp_path / "r")[0] == [0, 0]
+    assert tensor_files(tmp_path / "r") == tensor_files(pair) and stable_lines(tmp_path / "r") == stable_lines(pair)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_other_and_resuming_ends_as_if_nothing_had_been(
+    driver: Driver, cache: str, tmp_path: Path, pair: Path, victim: int
+) -> None:
+    chosen, run = chosen_for("dflash2", 2, keep=20), tmp_path / "r"
+    codes, said = driver.run(2, chosen, cache, run, signals=[[victim, 4, signal.SIGKILL]])
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1
+    assert "Bystander: another process is gone" in said[1 - victim] and "--resume" in said[1 - victim]
+    assert driver.run(2, chosen, cache, run, resume=True)[0] == [0, 0]
+    assert tensor_files(run) == tensor_files(pair) and stable_lines(run) == stable_lines(pair)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_sigterm_to_any_rank_stops_all_at_the_same_step_with_one_checkpoint(
+    driver: Driver, cache: str, tmp_path: Path, pair: Path, told: int
+) -> None:
+    chosen, run = chosen_for("dflash2", 2, keep=20), tmp_path / "r"
+    codes, said = driver.run(2, chosen, cache, run, signals=[[told, 3, signal.SIGTERM]])
+    assert codes == [143, 143]
+    assert all("stopped by SIGTERM at step 3 of 6, all saved: go on with `dflash train" in text for text in said)
+    assert list(list_checkpoints(run / "checkpoints")) == [2, 3]
+    assert driver.run(2, chosen, cache, run, resume=True)[0] == [0, 0]
+    shutil.rmtree(run / "checkpoints/step-000003", ignore_errors=True)
+    kept = {name: digest for name, digest in tensor_files(pair).items() if "step-000003" not in name}
+    assert tensor_files(run) == kept and stable_lines(run) == stable_lines(pair)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_the_same_run(
+    driver: Driver, cache: str, tmp_path: Path, alone: dict[str, Path], before: int, after: int
+) -> None:
+    """Four micro-batches a step before and after, dealt otherwise: `optim.accumulate` may follow the number of ranks."""
+    run = tmp_path / "r"
+    stop = [[0, 3, signal.SIGTERM]]
+    assert driver.run(before, chosen_for("dflash2", 4 // before), cache, run, signals=stop)[0] == [143] * before
+    codes, said = driver.run(after, chosen_for("dflash2", 4 // after), cache, run, resume=True)
+    assert codes == [0] * after, said
+    alike(run, alone["dflash2"])
+    assert read_provenance(run).ranks == after
+
+
+def test_a_place_between_the_rounds_of_more_ranks_is_gone_on_from(driver: Driver, cache: str, tmp_path: Path) -> None:
+    """Three of nine micro-batches by one rank, then two at a time: 3 + 3 steps, and 5 of the next epoch. Every sample runs once."""
+    run, chosen = tmp_path / "r", chosen_for("dflash")
+    assert driver.run(1, chosen, cache, run, signals=[[0, 3, signal.SIGTERM]])[0] == [143]
+    codes, said = driver.run(2, chosen, cache, run, resume=True)
+    assert codes == [0, 0], said
+    lines = [line for line in stable_lines(run) if "train/lr" in line]
+    assert [line["epoch"] for line in lines] == [0] * 6 + [1] * 5
+    assert [sum(line["train/without_anchor"] for line in lines if line["epoch"] == epoch) for epoch in (0, 1)] == [3, 3]
+    state = load_checkpoint(list_checkpoints(run / "checkpoints")[11]).state
+    assert (state.epoch, state.position) == (2, 0)
+
+
+def test_what_is_wrong_is_said_by_one_rank_alone(driver: Driver, cache: str, tmp_path: Path, pair: Path) -> None:
+    codes, said = driver.run(3, chosen_for("dflash2", 2), cache, pair)
+    assert sorted(codes) == [1, 1, 2]
+    assert [text.split(":")[0] for text in said].count("Bystander") == 2
+    assert all("holds a run already" in text for text in said)
+    accumulate = chosen_for("dflash2", 1)
+    codes, said = driver.run(2, accumulate, cache, pair, resume=True)
+    assert sorted(codes) == [1, 2] and all("optim.accumulate 2, this command asks for 1" in text for text in said)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_fault_of_one_rank_ends_the_other(driver: Driver, cache: str, tmp_path: Path, culprit: int) -> None:
+    codes, said = driver.run(2, chosen_for("dflash"), cache, tmp_path / "r", signals=[[culprit, 2, 0]])
+    assert codes == [1, 1]
+    assert said[culprit] == "TrainFault: the disk is on fire\n"
+    # The first holds what they tell each other: when it has ended there is no one left to ask why.
+    why = "another process is gone" if culprit == 0 else "process 1 stopped: the disk is on fire"
+    assert said[1 - culprit].splitlines()[-1].startswith(f"Bystander: {why}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_loss_that_is_not_finite_is_told_by_the_first_rank_whoever_met_it(
+    driver: Driver, tmp_path: Path, world: int
+) -> None:
+    cache = train_cache(tmp_path / "c", poison=5)
+    codes, said = driver.run(world, chosen_for("dflash2"), cache, tmp_path / "r")
+    assert codes == [1] * world and said[0].startswith("TrainFault: step ") and "the base_loss is nan" in said[0]
+    assert all(text.startswith("Bystander") for text in said[1:])
+    (batch,) = json.loads((tmp_path / "r/not-finite.json").read_text())["batches"]
+    assert 5 in batch["rows"]
+    order = order_of(open_cache(cache).index, 4, 8, 24)
+    assert micro_batches(order, batch["epoch"])[batch["position"]].tolist() == batch["rows"]
+
+
+def test_buckets_are_runs_of_parameters_and_a_large_one_is_alone() -> None:
+    sizes = [3, 3, 3, 20, 1, 1]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    buckets = [[parameter.numel() for parameter in bucket] for bucket in buckets_of(parameters, 7 * 4)]
+    assert buckets == [[3, 3], [3], [20], [1, 1]]
