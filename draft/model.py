@@ -5,7 +5,7 @@ T packed tokens, L captured layers, H hidden, N blocks, B block size, K key-valu
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda states: nn.functional.gelu(states, approximate="tanh"),
     "relu": nn.functional.relu,
 }
+
+
+class ContextStates(NamedTuple):
+    """Projected and normed states [T, H] of context rows, and their rotary angles: what a layer makes its keys and values of."""
+
+    states_TH: Tensor
+    angles: Pair
 
 
 class Attention(nn.Module):
@@ -88,9 +95,10 @@ class Layer(nn.Module):
             self.attention_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
             self.mlp_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
 
-    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, attend: Attend) -> Tensor:
+    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair | ContextStates, attend: Attend) -> Tensor:
         """[N, B, H] -> [N, B, H], residuals included."""
-
+        if isinstance(context, ContextStates):
+            context = self.self_attn.key_value(*context)
         attention = partial(self.self_attn, angles=angles, context=context, attend=attend)
         states_NBH = states_NBH + _between(self.attention_conv, attention, self.input_layernorm(states_NBH))
         return states_NBH + _between(self.mlp_conv, self.mlp, self.post_attention_layernorm(states_NBH))
@@ -138,20 +146,24 @@ class Draft(nn.Module):
         `hidden_TLH` are the target's states of the config's layers, ascending; `embeds_NBH` the embeddings of each block's input
         tokens. A block sees the rows of its own sample strictly before its anchor, and itself.
         """
-        return self.over_context(embeds_NBH, self.context_of(hidden_TLH, lengths), layout_of(lengths, blocks))
+        # A layer makes its own keys and values here: its weights may be in one place only while it runs (FSDP).
+        context = self._context_states(hidden_TLH, _positions(hidden_TLH, lengths))
+        return self.over_context(embeds_NBH, [context] * len(self.layers), layout_of(lengths, blocks))
 
     def context_of(self, hidden_TLH: Tensor, lengths: Sequence[int]) -> list[Pair]:
         """`context_kv` of packed samples, whose positions count from each sample's first row."""
-        position_T = torch.cat([torch.arange(length, device=hidden_TLH.device) for length in lengths])
-        return self.context_kv(hidden_TLH, position_T)
+        return self.context_kv(hidden_TLH, _positions(hidden_TLH, lengths))
 
     def context_kv(self, hidden_TLH: Tensor, position_T: Tensor) -> list[Pair]:
         """Every layer's keys and values [T, K, D] of context rows at the given positions within their samples."""
-        states_TH = self.hidden_norm(self.fc(hidden_TLH.flatten(1).to(self.fc.weight.dtype)))
-        angles = self.rotary.angles(position_T)
-        return [layer.self_attn.key_value(states_TH, angles) for layer in self._trunk()]
+        context = self._context_states(hidden_TLH, position_T)
+        return [layer.self_attn.key_value(*context) for layer in self._trunk()]
 
-    def over_context(self, embeds_NBH: Tensor, context: Sequence[Pair], layout: Layout) -> Tensor:
+    def _context_states(self, hidden_TLH: Tensor, position_T: Tensor) -> ContextStates:
+        states_TH = self.hidden_norm(self.fc(hidden_TLH.flatten(1).to(self.fc.weight.dtype)))
+        return ContextStates(states_TH, self.rotary.angles(position_T))
+
+    def over_context(self, embeds_NBH: Tensor, context: Sequence[Pair | ContextStates], layout: Layout) -> Tensor:
         """The trunk over blocks whose context is already keys and values: what training and decoding share."""
         slot_B = torch.arange(layout.block_size, device=embeds_NBH.device)
         angles = self.rotary.angles(layout.relative_N[:, None] + slot_B)
@@ -173,6 +185,10 @@ class Draft(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, Layer)
             yield layer
+
+
+def _positions(hidden_TLH: Tensor, lengths: Sequence[int]) -> Tensor:
+    return torch.cat([torch.arange(length, device=hidden_TLH.device) for length in lengths])
 
 
 def new_draft(config: DraftConfig, generator: torch.Generator) -> Draft:

@@ -213,6 +213,10 @@ class RunOptions(Strict):
     attention: Literal["auto", "flex", "split"] = Field(
         "auto", description="how attention is computed; the results are the same"
     )
+    shard: bool = Field(
+        False,
+        description="spread weights, gradients and optimizer state over the ranks, for drafts that need it (FSDP2)",
+    )
     compile: bool = Field(False, description="torch.compile")
     eval_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",

@@ -24,6 +24,7 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from train_fixtures import TARGET_CONFIG  # noqa: E402
 
 from draft.shape import text_config  # noqa: E402
@@ -58,6 +59,8 @@ def gradients(task: dict[str, Any], options: TrainOptions, ranks: Ranks) -> None
         if learner.gradient_sum is not None:
             learner.gradient_sum.finish()
         grads = {name: whole(p.grad).contiguous() for name, p in learner.optimizers.parameters.items()}
+        spread = options.run.shard and ranks.world > 1
+        assert all(isinstance(p.grad, DTensor) == spread for p in learner.optimizers.parameters.values())
         if ranks.first:
             save_file(grads, task["gradients"])
 

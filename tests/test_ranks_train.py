@@ -2,16 +2,19 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from train_fixtures import options, stable_lines, tensor_files, train_cache
 
@@ -232,8 +235,81 @@ def test_a_loss_that_is_not_finite_is_told_by_the_first_rank_whoever_met_it(
     assert micro_batches(order, batch["epoch"])[batch["position"]].tolist() == batch["rows"]
 
 
+def test_the_command_launches_its_ranks_and_says_how_to_go_on(cache: str, tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(chosen_for("dflash", epochs=2000).model_dump(mode="json")))
+    words = ["train", "--cache", cache, "--config", str(tmp_path / "config.yaml"), "--out", str(run), "--nproc", "2"]
+    command = [sys.executable, "-m", "pipeline", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    while not list_checkpoints(run / "checkpoints"):
+        assert process.poll() is None, process.stderr
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    step = max(list_checkpoints(run / "checkpoints"))
+    lines = err.strip().splitlines()
+    assert lines[-1] == f"error: stopped by SIGTERM: go on with `dflash {shlex.join(words)} --resume`"
+    assert [line for line in lines if line.startswith("stopped by")] == [
+        f"stopped by SIGTERM at step {step} of 18000, all saved"
+    ]
+    assert sum("over 2 ranks" in line for line in lines) == 1, "one process speaks"
+
+
 def test_buckets_are_runs_of_parameters_and_a_large_one_is_alone() -> None:
     sizes = [3, 3, 3, 20, 1, 1]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     buckets = [[parameter.numel() for parameter in bucket] for bucket in buckets_of(parameters, 7 * 4)]
     assert buckets == [[3, 3], [3], [20], [1, 1]]
+
+
+# A draft that is spread over the ranks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spread_draft_has_the_same_gradients(driver: Driver, cache: str, tmp_path: Path, kind: str) -> None:
+    seen = []
+    for shard in (False, True):
+        file = tmp_path / f"{shard}.safetensors"
+        chosen = chosen_for(kind, 2, shard=shard)
+        codes, said = driver.run(2, chosen, cache, tmp_path / str(shard), gradients=str(file))
+        assert codes == [0, 0], said
+        seen.append(load_file(file))
+    for name, gradient in seen[0].items():
+        torch.testing.assert_close(seen[1][name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize(("kind", "world"), [("dflash", 2), ("dflash2", 2), ("dflash2", 4)])
+def test_a_spread_draft_is_trained_as_a_whole_one(
+    driver: Driver, cache: str, alone: dict[str, Path], tmp_path: Path, kind: str, world: int
+) -> None:
+    codes, said = driver.run(world, chosen_for(kind, 4 // world, shard=True), cache, tmp_path / "r")
+    assert codes == [0] * world, said
+    alike(tmp_path / "r", alone[kind])
+
+
+def test_a_spread_draft_goes_on_by_one_rank_and_back(
+    driver: Driver, cache: str, alone: dict[str, Path], tmp_path: Path
+) -> None:
+    run, parts = tmp_path / "r", [(2, 2, True), (1, 4, False), (2, 2, True)]
+    for number, (world, accumulate, shard) in enumerate(parts):
+        chosen = chosen_for("dflash2", accumulate, shard=shard)
+        signals = [[0, 2, signal.SIGTERM]] if number < 2 else []
+        codes, said = driver.run(world, chosen, cache, run, resume=number > 0, signals=signals)
+        assert codes == ([143] if number < 2 else [0]) * world, said
+    alike(run, alone["dflash2"])
+
+
+def test_muon_trains_a_spread_draft(driver: Driver, cache: str, tmp_path: Path) -> None:
+    """To the rounding of bfloat16, in which Muon makes its matrices orthogonal."""
+    runs = []
+    for shard in (False, True):
+        chosen = chosen_for("dflash2", 2, shard=shard)
+        chosen = chosen.model_copy(update={"optim": chosen.optim.model_copy(update={"name": "muon"})})
+        runs.append(tmp_path / str(shard))
+        codes, said = driver.run(2, chosen, cache, runs[-1])
+        assert codes == [0, 0], said
+    for one, other in zip(*map(stable_lines, runs), strict=True):
+        for key in ("train/loss", "train/grad_norm"):
+            assert key not in one or one[key] == pytest.approx(other[key], rel=5e-3)

@@ -9,6 +9,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from schemas.errors import DraftError
 from schemas.options import OptimOptions
+from train.sharding import like
 
 MUON_MOMENTUM = 0.95
 
@@ -66,7 +67,7 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def gradient_norm(self) -> Tensor:
-        """The 2-norm of all gradients together, a scalar."""
+        """The 2-norm of all gradients together, a scalar; spread over the ranks where they are."""
         return nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
 
     def clip(self, most: float, norm: Tensor) -> None:
@@ -92,7 +93,9 @@ class Optimizers:
                 raise DraftError(
                     f"{where}: {key} {list(value.shape)} belongs to no parameter of this draft: resume with the run's own options"
                 )
-            part_of[parameter].state[parameter][slot] = value.to(parameter.device)
+            part_of[parameter].state[parameter][slot] = (
+                like(parameter, value) if value.ndim else value.to(parameter.device)
+            )
 
 
 def make_optimizers(parameters: Mapping[str, nn.Parameter], options: OptimOptions) -> Optimizers:

@@ -38,6 +38,8 @@ def resolve_options(options: TrainOptions, identity: Identity, say: Say, ranks: 
     device = resolve_device(options.run.device, ranks)
     if device.type == "cpu" and options.run.device == "auto":
         say.note("no CUDA device here: training on the CPU")
+    if options.run.shard and ranks.world == 1:
+        say.warn("run.shard has no effect on one process: give --nproc")
     resolved = {
         "layers": resolve_layers(options.run.layers, identity),
         # Among several processes each has a GPU of its own, and the run has them all.

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from schemas.errors import DraftError
 from schemas.options import OptimOptions, TrainOptions
 from schemas.say import Say
@@ -18,6 +20,7 @@ from train.faults import FILE as NOT_FINITE
 from train.metrics import cut_back
 from train.optim import learning_rate
 from train.rundir import CHECKPOINTS, Provenance, check_same_run, holds_run, read_provenance
+from train.sharding import like
 from train.step import Learner
 
 
@@ -77,7 +80,9 @@ def restore(learner: Learner, checkpoint: Checkpoint, where: Path) -> None:
             raise DraftError(
                 f"{path}: {name} has shape {found.get(name)}, this draft {expected.get(name)}: resume with the run's own options"
             )
-    learner.draft.load_state_dict(dict(checkpoint.model))
+    with torch.no_grad():
+        for name, parameter in learner.optimizers.parameters.items():
+            parameter.copy_(like(parameter, checkpoint.model[name]))
     learner.optimizers.load(checkpoint.optimizer, path)
 
 

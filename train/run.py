@@ -20,6 +20,7 @@ from train.optim import learning_rate
 from train.prefetch import Prefetch
 from train.rundir import CHECKPOINTS, CONFIG
 from train.setup import Job, prepare
+from train.sharding import whole_all
 from train.step import NotFinite, run_step, take_window
 from train.stream import StreamState, stream
 from train.team import Team, assemble
@@ -126,8 +127,11 @@ def _loop(
         shown = {shown: state.metrics.get(key) for key, shown in SHOWN.items()}
         say.progress("train", step, job.steps, **{name: value for name, value in shown.items() if value is not None})
         over, stopped = is_over(state, job.steps, run.patience), team.any(interrupt.arrived)
-        if team.first and (over or stopped or state.best != before or step % run.checkpoint_every == 0):
-            writer.save(Checkpoint(job.learner.draft.state_dict(), job.learner.optimizers.state(), state))
+        if over or stopped or state.best != before or step % run.checkpoint_every == 0:
+            optimizers = job.learner.optimizers
+            model, memory = (whole_all(each, team.first) for each in (optimizers.parameters, optimizers.state()))
+            if team.first:
+                writer.save(Checkpoint(model, memory, state))
         if stopped and not over:
             writer.wait()
             # Whoever started the processes may end them all when the first has ended.

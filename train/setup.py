@@ -32,6 +32,7 @@ from train.rundir import (
     read_provenance,
     write_run,
 )
+from train.sharding import shard
 from train.sources import source_weights
 from train.step import Learner
 from train.stream import Order, StreamState, order_of, steps_left
@@ -116,9 +117,13 @@ def _learner(options: TrainOptions, cache: Cache, team: Team) -> Learner:
     # A generator takes 64 bits; the seed may be any integer.
     draft = new_draft(config, torch.Generator().manual_seed(options.data.seed % 2**63)).to(device)
     draft.attention = "flex" if options.run.attention == "flex" else "split"
+    sharded = options.run.shard and team.world > 1
+    if sharded:
+        shard(draft, device, team.world)
     optimizers = make_optimizers(dict(draft.named_parameters()), options.optim)
     head = cache.head().to(device, precision)
-    gradient_sum = GradientSum(list(optimizers.parameters.values())) if team.world > 1 else None
+    several = team.world > 1 and not sharded
+    gradient_sum = GradientSum(list(optimizers.parameters.values())) if several else None
     return Learner(
         draft,
         head,

@@ -18,6 +18,7 @@ from train.loss import Measured
 from train.metrics import add_sums
 from train.objective import attach, base_weight, measure, states, total_loss
 from train.optim import Optimizers
+from train.sharding import whole
 from train.stream import MicroBatch
 from train.team import SOLO, Team
 
@@ -69,7 +70,7 @@ def run_step(learner: Learner, window: Sequence[Batch], lr: float) -> dict[str, 
     sums |= {"steps": 1.0, "grad_norm": 0.0}
     if sums.get("base_weight", 0.0) > 0:
         norm = learner.optimizers.gradient_norm()
-        sums["grad_norm"] = norm.item()
+        sums["grad_norm"] = whole(norm).item()
         if not math.isfinite(sums["grad_norm"]):
             micros = [micro for each in learner.team.gather([batch.micro for batch in window]) for micro in each]
             raise NotFinite("gradient", sums["grad_norm"], micros)
