@@ -237,7 +237,9 @@ def test_a_loss_that_is_not_finite_is_told_by_the_first_rank_whoever_met_it(
 
 def test_the_command_launches_its_ranks_and_says_how_to_go_on(cache: str, tmp_path: Path) -> None:
     run = tmp_path / "r"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(chosen_for("dflash", epochs=2000).model_dump(mode="json")))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(chosen_for("dflash", epochs=None, steps=20_000).model_dump(mode="json"))
+    )
     words = ["train", "--cache", cache, "--config", str(tmp_path / "config.yaml"), "--out", str(run), "--nproc", "2"]
     command = [sys.executable, "-m", "pipeline", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -252,7 +254,7 @@ def test_the_command_launches_its_ranks_and_says_how_to_go_on(cache: str, tmp_pa
     lines = err.strip().splitlines()
     assert lines[-1] == f"error: stopped by SIGTERM: go on with `dflash {shlex.join(words)} --resume`"
     assert [line for line in lines if line.startswith("stopped by")] == [
-        f"stopped by SIGTERM at step {step} of 18000, all saved"
+        f"stopped by SIGTERM at step {step} of 20000, all saved"
     ]
     assert sum("over 2 ranks" in line for line in lines) == 1, "one process speaks"
 

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.prefetch import Prefetch
-from train.stream import MicroBatch, Order, StreamState, micro_batches, order_of, sample_order, steps_of, stream
+from train.stream import (
+    MicroBatch,
+    Order,
+    StreamState,
+    micro_batches,
+    order_of,
+    sample_order,
+    steps_left,
+    steps_of,
+    stream,
+)
 
 
 @st.composite
@@ -165,3 +175,27 @@ def test_leaving_ends_the_thread_of_an_endless_source() -> None:
         next(ready)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
+
+
+@given(orders(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 30))
+@settings(max_examples=30, deadline=None)
+def test_steps_left_are_those_that_the_stream_takes(order: Order, accumulate: int, world: int, behind: int) -> None:
+    """Counted by walking to the end of the third epoch, from a place that one rank alone had come to."""
+    place = next(itertools.islice(stream(order), behind, None)).resume
+    steps, inside = 0, 0
+    for item in stream(order, place, 0, world):
+        if place.epoch >= 3:
+            break
+        inside += 1
+        if inside == accumulate or item.last:
+            steps, inside = steps + 1, 0
+        if item.resume == StreamState(3, 0):
+            break
+    if place.epoch < 3 or place == StreamState(3, 0):
+        assert steps_left(order, place, 3, accumulate, world) == steps
+    else:
+        assert steps_left(order, place, 3, accumulate, world) < 0
+    assert steps_left(order, StreamState(), 2, accumulate, world) == steps_of(order, 2, accumulate, world)
+    assert steps_left(order, StreamState(2, 0), 1, accumulate, world) == steps_of(
+        order, 1, accumulate, world
+    ) - steps_of(order, 2, accumulate, world)

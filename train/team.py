@@ -92,7 +92,7 @@ def assemble(ranks: Ranks, device: str) -> Iterator[Team]:
     store = dist.PrefixStore("train", store)
     try:
         place = resolve_device(device, ranks)
-        if place.type == "cuda":
+        if place.index is not None:
             torch.cuda.set_device(place)
         backend = "nccl" if place.type == "cuda" else "gloo"
         group_store = dist.PrefixStore("group", store)
