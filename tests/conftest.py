@@ -9,9 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from s3_server import S3Server, serve_s3
+
+if TYPE_CHECKING:
+    from ranks_fixtures import Driver
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,3 +39,36 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     return s3_server
+
+
+@pytest.fixture(scope="session")
+def driver() -> "Iterator[Driver]":
+    """The process that forks the ranks of trainings."""
+    from ranks_fixtures import Driver
+
+    driver = Driver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="session")
+def uneven_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Training samples of which some have no anchor."""
+    from ranks_fixtures import BARREN
+    from train_fixtures import train_cache
+
+    return train_cache(tmp_path_factory.mktemp("ranks") / "hs.zarr", masks={row: [0, 1] for row in BARREN})
+
+
+@pytest.fixture(scope="session")
+def alone(uneven_cache: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each kind of draft a run by one rank, four micro-batches a step."""
+    from ranks_fixtures import KINDS, chosen_for
+
+    from schemas.say import Silent
+    from train.run import train
+
+    folder = tmp_path_factory.mktemp("alone")
+    for kind in KINDS:
+        train(chosen_for(kind, 4), uneven_cache, str(folder / kind), False, Silent())
+    return {kind: folder / kind for kind in KINDS}

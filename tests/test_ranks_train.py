@@ -8,83 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
+from ranks_fixtures import BARREN, KINDS, ROOT, Driver, alike, chosen_for
 from safetensors.torch import load_file
-from train_fixtures import options, stable_lines, tensor_files, train_cache
+from train_fixtures import stable_lines, tensor_files, train_cache
 
 from cache.read import open_cache
-from schemas.say import Silent
 from train.checkpoint import list_checkpoints, load_checkpoint
 from train.gradients import buckets_of
-from train.run import train
 from train.rundir import read_provenance
 from train.stream import micro_batches, order_of
 
-ROOT = Path(__file__).resolve().parent.parent
-KINDS = ["dflash", "dflash2"]
-# Of the 12 training samples these have no anchor; two of them are a micro-batch alone.
-BARREN = (2, 4, 5)
 
-
-class Driver:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "ranks_driver.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-    def run(self, world: int, chosen: Any, cache: str, out: Path, **more: Any) -> tuple[list[int], list[str]]:
-        task = {"world": world, "options": chosen.model_dump(mode="json"), "cache": cache, "out": str(out)}
-        task |= {"resume": False, "signals": [], "gradients": None} | more
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(task) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        return answer["codes"], answer["said"]
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Driver]:
-    driver = Driver()
-    yield driver
-    assert driver.process.stdin is not None
-    driver.process.stdin.close()
-    driver.process.wait()
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return train_cache(tmp_path_factory.mktemp("ranks") / "hs.zarr", masks={row: [0, 1] for row in BARREN})
-
-
-def chosen_for(kind: str, accumulate: int = 1, **run: Any) -> Any:
-    more = {"steps": None, "epochs": 2, "log_every": 1, "checkpoint_every": 2, "eval_every": 3, "eval_share": 10}
-    return options(
-        draft={"kind": kind}, data={"batch_tokens": 24, "seed": 4}, optim={"accumulate": accumulate}, run=more | run
-    )  # fmt: skip
-
-
-def alike(one: Path, other: Path, rtol: float = 2e-4) -> None:
-    """Two runs with the same lines and weights, to rounding."""
-    for ours, theirs in zip(stable_lines(one), stable_lines(other), strict=True):
-        assert ours.keys() == theirs.keys()
-        for key, value in ours.items():
-            assert value == pytest.approx(theirs[key], rel=rtol, abs=1e-6), (ours["step"], key)
-    (_, ours), (_, theirs) = (list(list_checkpoints(run / "checkpoints").items())[-1] for run in (one, other))
-    weights = load_checkpoint(theirs).model
-    for name, weight in load_checkpoint(ours).model.items():
-        # AdamW divides a gradient by its own size: where it is nearly 0, rounding may turn a step around.
-        assert (weight - weights[name]).abs().mean() < 1e-5, name
-
-
-def test_the_data_of_these_tests_is_uneven(cache: str) -> None:
-    order = order_of(open_cache(cache).index, 4, 8, 24)
+def test_the_data_of_these_tests_is_uneven(uneven_cache: str) -> None:
+    order = order_of(open_cache(uneven_cache).index, 4, 8, 24)
     rounds = [micro_batches(order, epoch) for epoch in range(2)]
     assert all(len(each) % 4 and len(each) % 2 for each in rounds), (
         "the last round leaves some rank without a micro-batch"
@@ -96,12 +37,14 @@ def test_the_data_of_these_tests_is_uneven(cache: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradients_of_a_step_do_not_depend_on_who_computes_them(
-    driver: Driver, cache: str, tmp_path: Path, kind: str
+    driver: Driver, uneven_cache: str, tmp_path: Path, kind: str
 ) -> None:
     seen = []
     for world, accumulate in ((1, 4), (2, 2), (4, 1)):
         file = tmp_path / f"{world}.safetensors"
-        codes, said = driver.run(world, chosen_for(kind, accumulate), cache, tmp_path / str(world), gradients=str(file))
+        codes, said = driver.run(
+            world, chosen_for(kind, accumulate), uneven_cache, tmp_path / str(world), gradients=str(file)
+        )
         assert codes == [0] * world, said
         seen.append(load_file(file))
     for name, gradient in seen[0].items():
@@ -110,21 +53,12 @@ def test_the_gradients_of_a_step_do_not_depend_on_who_computes_them(
             torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max()))
 
 
-@pytest.fixture(scope="module")
-def alone(cache: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each kind a run by one rank, four micro-batches a step."""
-    folder = tmp_path_factory.mktemp("alone")
-    for kind in KINDS:
-        train(chosen_for(kind, 4), cache, str(folder / kind), False, Silent())
-    return {kind: folder / kind for kind in KINDS}
-
-
 @pytest.mark.parametrize(("kind", "world"), [(kind, world) for kind in KINDS for world in (2, 4)])
 def test_a_run_does_not_depend_on_how_many_share_its_steps(
-    driver: Driver, cache: str, alone: dict[str, Path], tmp_path: Path, kind: str, world: int
+    driver: Driver, uneven_cache: str, alone: dict[str, Path], tmp_path: Path, kind: str, world: int
 ) -> None:
     """Uneven epochs, ranks without a micro-batch, micro-batches without an anchor, evaluations, a partial last window."""
-    codes, said = driver.run(world, chosen_for(kind, 4 // world), cache, tmp_path / "r")
+    codes, said = driver.run(world, chosen_for(kind, 4 // world), uneven_cache, tmp_path / "r")
     assert codes == [0] * world, said
     alike(tmp_path / "r", alone[kind])
     counted = sum(line.get("train/without_anchor", 0) for line in stable_lines(tmp_path / "r"))
@@ -134,40 +68,42 @@ def test_a_run_does_not_depend_on_how_many_share_its_steps(
 
 
 @pytest.fixture(scope="module")
-def pair(driver: Driver, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(driver: Driver, uneven_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run by two ranks that nothing disturbs."""
     run = tmp_path_factory.mktemp("pair") / "r"
-    assert driver.run(2, chosen_for("dflash2", 2, keep=20), cache, run)[0] == [0, 0]
+    assert driver.run(2, chosen_for("dflash2", 2, keep=20), uneven_cache, run)[0] == [0, 0]
     return run
 
 
-def test_the_same_number_of_ranks_gives_the_same_bits(driver: Driver, cache: str, tmp_path: Path, pair: Path) -> None:
-    assert driver.run(2, chosen_for("dflash2", 2, keep=20), cache, tmp_path / "r")[0] == [0, 0]
+def test_the_same_number_of_ranks_gives_the_same_bits(
+    driver: Driver, uneven_cache: str, tmp_path: Path, pair: Path
+) -> None:
+    assert driver.run(2, chosen_for("dflash2", 2, keep=20), uneven_cache, tmp_path / "r")[0] == [0, 0]
     assert tensor_files(tmp_path / "r") == tensor_files(pair) and stable_lines(tmp_path / "r") == stable_lines(pair)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other_and_resuming_ends_as_if_nothing_had_been(
-    driver: Driver, cache: str, tmp_path: Path, pair: Path, victim: int
+    driver: Driver, uneven_cache: str, tmp_path: Path, pair: Path, victim: int
 ) -> None:
     chosen, run = chosen_for("dflash2", 2, keep=20), tmp_path / "r"
-    codes, said = driver.run(2, chosen, cache, run, signals=[[victim, 4, signal.SIGKILL]])
+    codes, said = driver.run(2, chosen, uneven_cache, run, signals=[[victim, 4, signal.SIGKILL]])
     assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1
     assert "Bystander: another process is gone" in said[1 - victim] and "--resume" in said[1 - victim]
-    assert driver.run(2, chosen, cache, run, resume=True)[0] == [0, 0]
+    assert driver.run(2, chosen, uneven_cache, run, resume=True)[0] == [0, 0]
     assert tensor_files(run) == tensor_files(pair) and stable_lines(run) == stable_lines(pair)
 
 
 @pytest.mark.parametrize("told", [0, 1])
 def test_sigterm_to_any_rank_stops_all_at_the_same_step_with_one_checkpoint(
-    driver: Driver, cache: str, tmp_path: Path, pair: Path, told: int
+    driver: Driver, uneven_cache: str, tmp_path: Path, pair: Path, told: int
 ) -> None:
     chosen, run = chosen_for("dflash2", 2, keep=20), tmp_path / "r"
-    codes, said = driver.run(2, chosen, cache, run, signals=[[told, 3, signal.SIGTERM]])
+    codes, said = driver.run(2, chosen, uneven_cache, run, signals=[[told, 3, signal.SIGTERM]])
     assert codes == [143, 143]
     assert all("stopped by SIGTERM at step 3 of 6, all saved: go on with `dflash train" in text for text in said)
     assert list(list_checkpoints(run / "checkpoints")) == [2, 3]
-    assert driver.run(2, chosen, cache, run, resume=True)[0] == [0, 0]
+    assert driver.run(2, chosen, uneven_cache, run, resume=True)[0] == [0, 0]
     shutil.rmtree(run / "checkpoints/step-000003", ignore_errors=True)
     kept = {name: digest for name, digest in tensor_files(pair).items() if "step-000003" not in name}
     assert tensor_files(run) == kept and stable_lines(run) == stable_lines(pair)
@@ -175,23 +111,25 @@ def test_sigterm_to_any_rank_stops_all_at_the_same_step_with_one_checkpoint(
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on_with_the_same_run(
-    driver: Driver, cache: str, tmp_path: Path, alone: dict[str, Path], before: int, after: int
+    driver: Driver, uneven_cache: str, tmp_path: Path, alone: dict[str, Path], before: int, after: int
 ) -> None:
     """Four micro-batches a step before and after, dealt otherwise: `optim.accumulate` may follow the number of ranks."""
     run = tmp_path / "r"
     stop = [[0, 3, signal.SIGTERM]]
-    assert driver.run(before, chosen_for("dflash2", 4 // before), cache, run, signals=stop)[0] == [143] * before
-    codes, said = driver.run(after, chosen_for("dflash2", 4 // after), cache, run, resume=True)
+    assert driver.run(before, chosen_for("dflash2", 4 // before), uneven_cache, run, signals=stop)[0] == [143] * before
+    codes, said = driver.run(after, chosen_for("dflash2", 4 // after), uneven_cache, run, resume=True)
     assert codes == [0] * after, said
     alike(run, alone["dflash2"])
     assert read_provenance(run).ranks == after
 
 
-def test_a_place_between_the_rounds_of_more_ranks_is_gone_on_from(driver: Driver, cache: str, tmp_path: Path) -> None:
+def test_a_place_between_the_rounds_of_more_ranks_is_gone_on_from(
+    driver: Driver, uneven_cache: str, tmp_path: Path
+) -> None:
     """Three of nine micro-batches by one rank, then two at a time: 3 + 3 steps, and 5 of the next epoch. Every sample runs once."""
     run, chosen = tmp_path / "r", chosen_for("dflash")
-    assert driver.run(1, chosen, cache, run, signals=[[0, 3, signal.SIGTERM]])[0] == [143]
-    codes, said = driver.run(2, chosen, cache, run, resume=True)
+    assert driver.run(1, chosen, uneven_cache, run, signals=[[0, 3, signal.SIGTERM]])[0] == [143]
+    codes, said = driver.run(2, chosen, uneven_cache, run, resume=True)
     assert codes == [0, 0], said
     lines = [line for line in stable_lines(run) if "train/lr" in line]
     assert [line["epoch"] for line in lines] == [0] * 6 + [1] * 5
@@ -200,20 +138,20 @@ def test_a_place_between_the_rounds_of_more_ranks_is_gone_on_from(driver: Driver
     assert (state.epoch, state.position) == (2, 0)
 
 
-def test_what_is_wrong_is_said_by_one_rank_alone(driver: Driver, cache: str, tmp_path: Path, pair: Path) -> None:
-    codes, said = driver.run(3, chosen_for("dflash2", 2), cache, pair)
+def test_what_is_wrong_is_said_by_one_rank_alone(driver: Driver, uneven_cache: str, tmp_path: Path, pair: Path) -> None:
+    codes, said = driver.run(3, chosen_for("dflash2", 2), uneven_cache, pair)
     assert sorted(codes) == [1, 1, 2]
-    assert [text.split(":")[0] for text in said].count("Bystander") == 2
+    assert sorted(text.split(":")[0] for text in said) == ["Bystander", "Bystander", "DraftError"]
     assert all("holds a run already" in text for text in said)
     accumulate = chosen_for("dflash2", 1)
-    codes, said = driver.run(2, accumulate, cache, pair, resume=True)
+    codes, said = driver.run(2, accumulate, uneven_cache, pair, resume=True)
     assert sorted(codes) == [1, 2] and all("optim.accumulate 2, this command asks for 1" in text for text in said)
     assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_fault_of_one_rank_ends_the_other(driver: Driver, cache: str, tmp_path: Path, culprit: int) -> None:
-    codes, said = driver.run(2, chosen_for("dflash"), cache, tmp_path / "r", signals=[[culprit, 2, 0]])
+def test_a_fault_of_one_rank_ends_the_other(driver: Driver, uneven_cache: str, tmp_path: Path, culprit: int) -> None:
+    codes, said = driver.run(2, chosen_for("dflash"), uneven_cache, tmp_path / "r", signals=[[culprit, 2, 0]])
     assert codes == [1, 1]
     assert said[culprit] == "TrainFault: the disk is on fire\n"
     # The first holds what they tell each other: when it has ended there is no one left to ask why.
@@ -228,19 +166,29 @@ def test_a_loss_that_is_not_finite_is_told_by_the_first_rank_whoever_met_it(
     cache = train_cache(tmp_path / "c", poison=5)
     codes, said = driver.run(world, chosen_for("dflash2"), cache, tmp_path / "r")
     assert codes == [1] * world and said[0].startswith("TrainFault: step ") and "the base_loss is nan" in said[0]
-    assert all(text.startswith("Bystander") for text in said[1:])
+    assert all("\nBystander: " in f"\n{text}" for text in said[1:])
     (batch,) = json.loads((tmp_path / "r/not-finite.json").read_text())["batches"]
     assert 5 in batch["rows"]
     order = order_of(open_cache(cache).index, 4, 8, 24)
     assert micro_batches(order, batch["epoch"])[batch["position"]].tolist() == batch["rows"]
 
 
-def test_the_command_launches_its_ranks_and_says_how_to_go_on(cache: str, tmp_path: Path) -> None:
+def test_the_command_launches_its_ranks_and_says_how_to_go_on(uneven_cache: str, tmp_path: Path) -> None:
     run = tmp_path / "r"
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump(chosen_for("dflash", epochs=None, steps=20_000).model_dump(mode="json"))
     )
-    words = ["train", "--cache", cache, "--config", str(tmp_path / "config.yaml"), "--out", str(run), "--nproc", "2"]
+    words = [
+        "train",
+        "--cache",
+        uneven_cache,
+        "--config",
+        str(tmp_path / "config.yaml"),
+        "--out",
+        str(run),
+        "--nproc",
+        "2",
+    ]
     command = [sys.executable, "-m", "pipeline", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
@@ -264,54 +212,3 @@ def test_buckets_are_runs_of_parameters_and_a_large_one_is_alone() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     buckets = [[parameter.numel() for parameter in bucket] for bucket in buckets_of(parameters, 7 * 4)]
     assert buckets == [[3, 3], [3], [20], [1, 1]]
-
-
-# A draft that is spread over the ranks
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_spread_draft_has_the_same_gradients(driver: Driver, cache: str, tmp_path: Path, kind: str) -> None:
-    seen = []
-    for shard in (False, True):
-        file = tmp_path / f"{shard}.safetensors"
-        chosen = chosen_for(kind, 2, shard=shard)
-        codes, said = driver.run(2, chosen, cache, tmp_path / str(shard), gradients=str(file))
-        assert codes == [0, 0], said
-        seen.append(load_file(file))
-    for name, gradient in seen[0].items():
-        torch.testing.assert_close(seen[1][name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max()))
-
-
-@pytest.mark.parametrize(("kind", "world"), [("dflash", 2), ("dflash2", 2), ("dflash2", 4)])
-def test_a_spread_draft_is_trained_as_a_whole_one(
-    driver: Driver, cache: str, alone: dict[str, Path], tmp_path: Path, kind: str, world: int
-) -> None:
-    codes, said = driver.run(world, chosen_for(kind, 4 // world, shard=True), cache, tmp_path / "r")
-    assert codes == [0] * world, said
-    alike(tmp_path / "r", alone[kind])
-
-
-def test_a_spread_draft_goes_on_by_one_rank_and_back(
-    driver: Driver, cache: str, alone: dict[str, Path], tmp_path: Path
-) -> None:
-    run, parts = tmp_path / "r", [(2, 2, True), (1, 4, False), (2, 2, True)]
-    for number, (world, accumulate, shard) in enumerate(parts):
-        chosen = chosen_for("dflash2", accumulate, shard=shard)
-        signals = [[0, 2, signal.SIGTERM]] if number < 2 else []
-        codes, said = driver.run(world, chosen, cache, run, resume=number > 0, signals=signals)
-        assert codes == ([143] if number < 2 else [0]) * world, said
-    alike(run, alone["dflash2"])
-
-
-def test_muon_trains_a_spread_draft(driver: Driver, cache: str, tmp_path: Path) -> None:
-    """To the rounding of bfloat16, in which Muon makes its matrices orthogonal."""
-    runs = []
-    for shard in (False, True):
-        chosen = chosen_for("dflash2", 2, shard=shard)
-        chosen = chosen.model_copy(update={"optim": chosen.optim.model_copy(update={"name": "muon"})})
-        runs.append(tmp_path / str(shard))
-        codes, said = driver.run(2, chosen, cache, runs[-1])
-        assert codes == [0, 0], said
-    for one, other in zip(*map(stable_lines, runs), strict=True):
-        for key in ("train/loss", "train/grad_norm"):
-            assert key not in one or one[key] == pytest.approx(other[key], rel=5e-3)

@@ -23,7 +23,8 @@ Value = TypeVar("Value")
 
 # Nobody waits longer for a rank that says nothing: for one that was killed where no launcher ends the others.
 PATIENCE = timedelta(minutes=30)
-FAILED, FAULTS = "failed", "faults"
+FAILED, FAULTS, HEARD = "failed", "faults", "heard"
+HEAR_SECONDS = 2.0
 WATCH_SECONDS = 1.0
 # For a process to notice by itself that another has failed, before it is ended in the middle of waiting for it.
 LEAVE_SECONDS = 10.0
@@ -104,6 +105,7 @@ def assemble(ranks: Ranks, device: str) -> Iterator[Team]:
     except BaseException as fault:
         reason = _reason(store, ranks, fault)
         if reason is None:
+            _let_hear(store, ranks)
             raise
         time.sleep(STAND_BY_SECONDS)
         raise Bystander(reason) from None
@@ -149,5 +151,15 @@ def _reason(store: dist.Store, ranks: Ranks, fault: BaseException) -> str | None
             store.set(FAILED, f"process {ranks.rank} stopped: {what}")
             return None
         if store.check([FAILED]):
-            return str(store.get(FAILED).decode())
+            why = str(store.get(FAILED).decode())
+            store.add(HEARD, 1)
+            return why
     return f"another process is gone ({text}): go on with --resume"
+
+
+def _let_hear(store: dist.Store, ranks: Ranks) -> None:
+    # The first process holds the store, unless a launcher does: with it goes what it told the others.
+    deadline = time.monotonic() + HEAR_SECONDS
+    if ranks.first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        while store.add(HEARD, 0) < ranks.world - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
