@@ -6,7 +6,7 @@ against its CRC-32C when it is first read, whole and while it is still in the pr
 where it is not, no more than the rows asked for is read.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ CHECKSUM = 4
 RUN_BYTES = 8 << 20
 # As many pieces of memory one call takes on Linux.
 RUN_PIECES = 1024
+# What lies between rows that are read in one call goes here, unread: a checksum and what aligns the next chunk.
+GAP = memoryview(bytearray(128))
 # Visits are counted up to here and go on from 1: 0 is a chunk that was never verified.
 MOST_VISITS = 65_535
 
@@ -75,13 +77,17 @@ class ChunkReader:
             raise self.damaged(shard, f"chunk {number} has {size} bytes", number)
         return offset, size
 
-    def is_due(self, shard: int, number: int) -> bool:
-        """Whether a chunk is to be verified when it is read now."""
-        visits = int(self._visits(shard)[number])
-        return visits == 0 or self.spec.shuffled_zstd or (visits + number) % self.verify_every == 0
+    def due(self, shard: int, first: int, end: int) -> list[bool]:
+        """Which of the chunks first .. end - 1 are to be verified when they are read now; the others count as read."""
+        if self.verify_every == 1 or self.spec.shuffled_zstd:
+            return [True] * (end - first)
+        visits = self._visits(shard)[first:end]
+        due = (visits == 0) | ((visits + np.arange(first, end)) % self.verify_every == 0)
+        visits[~due] = visits[~due] % MOST_VISITS + 1
+        return due.tolist()  # type: ignore[no-any-return]
 
-    def visited(self, shard: int, number: int) -> None:
-        """Count a reading; of one that was due only when it was verified."""
+    def verified(self, shard: int, number: int) -> None:
+        """Count the reading of a chunk that was due."""
         visits = self._visits(shard)
         visits[number] = int(visits[number]) % MOST_VISITS + 1
 
@@ -100,7 +106,7 @@ class ChunkReader:
 
 @dataclass
 class _Wanted:
-    """One chunk, and the rows of it that are wanted: (where they go, as bytes; the chunk's first of them)."""
+    """A chunk that is to be verified, and the rows of it that are wanted: (where they go, as bytes; the chunk's first of them)."""
 
     reader: ChunkReader
     shard: int
@@ -120,6 +126,17 @@ class _Job:
     direct: bool = False
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Rows `first` .. `first + count - 1` of a shard, and where they go, as bytes."""
+
+    reader: ChunkReader
+    shard: int
+    first: int
+    count: int
+    out: memoryview
+
+
 def read_rows(
     readers: Sequence[ChunkReader], spans: Sequence[tuple[int, int]], outs: Sequence[NDArray[Any]] | None = None
 ) -> list[NDArray[Any]]:
@@ -132,16 +149,15 @@ def read_rows(
     if outs is None:
         total = sum(length for _, length in spans)
         outs = [buffers.array((total, *reader.spec.shape[1:]), reader.spec.dtype) for reader in readers]
-    wanted = [
-        chunk for reader, out in zip(readers, outs, strict=True) for chunk in _chunks(reader, spans, bytes_of(out))
+    found = [
+        piece for reader, out in zip(readers, outs, strict=True) for piece in _pieces(reader, spans, bytes_of(out))
     ]
-    if not wanted:
+    if not found:
         return list(outs)
-    _read_indexes(wanted)
+    _read_indexes(found)
     largest = max(reader.chunk_bytes * (2 if reader.spec.shuffled_zstd else 1) for reader in readers) + 64
-    scratch = buffers.array((largest,), np.uint8).data
-    checksum, ignored = memoryview(bytearray(CHECKSUM)), memoryview(bytearray(CHECKSUM))
-    jobs = list(_jobs(wanted, scratch, checksum, ignored))
+    scratch, checksum = buffers.array((largest,), np.uint8).data, memoryview(bytearray(CHECKSUM))
+    jobs = _jobs(found, scratch, checksum)
     answers = readers[0].store.fill([job.run for job in jobs])
     for job in jobs:
         try:
@@ -161,28 +177,21 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _chunks(reader: ChunkReader, spans: Sequence[tuple[int, int]], out: memoryview) -> Iterable[_Wanted]:
-    """The chunks that hold these rows, each once, in the order in which they are first needed."""
-    wanted: dict[tuple[int, int], _Wanted] = {}
-    done, spec, row_bytes = 0, reader.spec, reader.spec.row_bytes
+def _pieces(reader: ChunkReader, spans: Sequence[tuple[int, int]], out: memoryview) -> Iterator[_Piece]:
+    """The rows of all spans, cut where shards end."""
+    place, shard_rows, row_bytes = 0, reader.spec.shard_rows, reader.spec.row_bytes
     for offset, length in spans:
-        end = done + length
-        while done < end:
-            shard, row = divmod(offset + length - (end - done), spec.shard_rows)
-            number, first = divmod(row, spec.chunk_rows)
-            taken = min(end - done, spec.chunk_rows - first)
-            use = out[done * row_bytes : (done + taken) * row_bytes], first
-            if (known := wanted.get((shard, number))) is None:
-                wanted[shard, number] = _Wanted(reader, shard, number, [use])
-            else:
-                known.uses.append(use)
-            done += taken
-    return wanted.values()
+        end = offset + length
+        while offset < end:
+            shard, first = divmod(offset, shard_rows)
+            count = min(end - offset, shard_rows - first)
+            yield _Piece(reader, shard, first, count, out[place : place + count * row_bytes])
+            offset, place = offset + count, place + count * row_bytes
 
 
-def _read_indexes(wanted: Sequence[_Wanted]) -> None:
+def _read_indexes(found: Sequence[_Piece]) -> None:
     unknown = list(
-        {(id(chunk.reader), chunk.shard): chunk for chunk in wanted if chunk.shard not in chunk.reader.places}.values()
+        {(id(chunk.reader), chunk.shard): chunk for chunk in found if chunk.shard not in chunk.reader.places}.values()
     )
     if not unknown:
         return
@@ -200,42 +209,60 @@ def _read_indexes(wanted: Sequence[_Wanted]) -> None:
         reader.places[shard] = np.frombuffer(data[:-CHECKSUM], dtype="<u8").reshape(-1, 2)
 
 
-def _jobs(wanted: Sequence[_Wanted], scratch: memoryview, checksum: memoryview, ignored: memoryview) -> Iterator[_Job]:
-    """Runs to read, in order. Rows that need no verification are joined with those before them where they follow in the object."""
-    open_job: _Job | None = None
-    for chunk in wanted:
-        reader, shard, number = chunk.reader, chunk.shard, chunk.number
-        key, (offset, size) = reader.spec.object_key(shard), reader.chunk_place(shard, number)
-        if reader.is_due(shard, number):
-            if open_job is not None:
-                yield open_job
-                open_job = None
-            whole = size - CHECKSUM
-            direct = not reader.spec.shuffled_zstd and len(chunk.uses) == 1 and len(chunk.uses[0][0]) == whole
-            place = chunk.uses[0][0] if direct else scratch[:whole]
-            yield _Job(Run(key, offset, [place, checksum], size), reader, shard, number, chunk, direct)
-            continue
-        reader.visited(shard, number)
-        for use, first in chunk.uses:
-            start = offset + first * reader.spec.row_bytes
-            if open_job is not None and (joined := _joined(open_job, key, start, use, ignored)) is not None:
-                open_job = joined
-                continue
-            if open_job is not None:
-                yield open_job
-            open_job = _Job(Run(key, start, [use], len(use)), reader, shard, number)
-    if open_job is not None:
-        yield open_job
+def _jobs(found: Sequence[_Piece], scratch: memoryview, checksum: memoryview) -> list[_Job]:
+    """What to read, in order: each chunk that is due by itself and once, rows of others in runs as long as they follow each other."""
+    jobs: list[_Job] = []
+    wanted: dict[tuple[int, int, int], _Wanted] = {}
+    for piece in found:
+        reader, shard = piece.reader, piece.shard
+        first, row_bytes, rows = piece.first, reader.spec.row_bytes, reader.spec.chunk_rows
+        last = (first + piece.count - 1) // rows
+        due = reader.due(shard, first // rows, last + 1)
+        place = 0
+        run: _Job | None = None
+        for number in range(first // rows, last + 1):
+            inside = first - number * rows
+            size = (min(rows, inside + piece.count - place // row_bytes) - inside) * row_bytes
+            use = piece.out[place : place + size]
+            if due[number - last - 1]:
+                key, run = (id(reader), shard, number), None
+                if key in wanted:
+                    wanted[key].uses.append((use, inside))
+                else:
+                    wanted[key] = chunk = _Wanted(reader, shard, number, [(use, inside)])
+                    jobs.append(_Job(Run("", 0, [], 0), reader, shard, number, chunk))
+            else:
+                start = reader.chunk_place(shard, number)[0] + inside * row_bytes
+                if run is None or not _joined(run, start, use):
+                    run = _Job(Run(reader.spec.object_key(shard), start, [use], size), reader, shard, number)
+                    jobs.append(run)
+            first, place = first + size // row_bytes, place + size
+    for job in jobs:
+        if job.wanted is not None:
+            _settle(job, job.wanted, scratch, checksum)
+    return jobs
 
 
-def _joined(job: _Job, key: str, start: int, use: memoryview, ignored: memoryview) -> _Job | None:
+def _joined(job: _Job, start: int, use: memoryview) -> bool:
+    """Read these rows in the same call, and what lies between; not where the call would grow too large."""
     run = job.run
-    follows = run.key == key and start == run.offset + run.size + CHECKSUM
-    if not follows or run.size + len(use) > RUN_BYTES or len(run.into) + 2 > RUN_PIECES:
-        return None
-    run.into.extend([ignored, use])
-    job.run = run._replace(size=run.size + CHECKSUM + len(use))
-    return job
+    gap = start - run.offset - run.size
+    if not 0 <= gap <= len(GAP) or run.size + len(use) > RUN_BYTES or len(run.into) + 2 > RUN_PIECES:
+        return False
+    run.into.append(GAP[:gap])
+    run.into.append(use)
+    job.run = Run(run.key, run.offset, run.into, run.size + gap + len(use))
+    return True
+
+
+def _settle(job: _Job, chunk: _Wanted, scratch: memoryview, checksum: memoryview) -> None:
+    # All uses of a chunk are known only now: where there is one, of all of it, it is read straight into place.
+    reader, shard = chunk.reader, chunk.shard
+    offset, size = reader.chunk_place(shard, chunk.number)
+    whole = size - CHECKSUM
+    job.direct = not reader.spec.shuffled_zstd and len(chunk.uses) == 1 and len(chunk.uses[0][0]) == whole
+    place = chunk.uses[0][0] if job.direct else scratch[:whole]
+    job.run = Run(reader.spec.object_key(shard), offset, [place, checksum], size)
 
 
 def _hand_out(job: _Job, chunk: _Wanted, checksum: memoryview) -> None:
@@ -252,4 +279,4 @@ def _hand_out(job: _Job, chunk: _Wanted, checksum: memoryview) -> None:
         for use, first in chunk.uses:
             start = first * reader.spec.row_bytes
             use[:] = data[start : start + len(use)]
-    reader.visited(shard, number)
+    reader.verified(shard, number)

@@ -14,12 +14,12 @@ def needed_bytes(identity: Identity, shards: int, table_bytes: int) -> tuple[int
     """Bytes that `shards` shards take at most: (all, the margin among them).
 
     The margin is the target's head twice (a new one is written beside the old), the plan's table or the index
-    (`table_bytes`), the checksums of every chunk, and 32 MiB of small files.
+    (`table_bytes`), checksum, place and alignment of every chunk, and 32 MiB of small files.
     """
     target, rows = identity.target, identity.shard_tokens
     head = target.vocab_size * target.hidden_size * HEAD_ITEM_BYTES.get(identity.dtype, 4) * (1 if target.tied else 2)
     chunks = sum(rows // spec.chunk_rows for spec in array_specs(identity, 1))
-    margin = 2 * head + table_bytes + shards * 20 * chunks + SMALL_FILES_BYTES
+    margin = 2 * head + table_bytes + shards * 84 * chunks + SMALL_FILES_BYTES
     return shards * rows * bytes_per_token(identity)[0] + margin, margin
 
 

@@ -19,11 +19,12 @@ from schemas.manifest import ATTRIBUTE, Identity, Manifest, read_manifest
 OUTLIERS, CHANNELS = "hidden_outliers", "channels"
 
 
-def write_arrays(store: Store, manifest: Manifest, channels: Mapping[int, Sequence[int]]) -> None:
+def write_arrays(store: Store, manifest: Manifest, channels: Mapping[int, Sequence[int]] | None = None) -> None:
     """Write the metadata of every array and group below the root. zarr-python makes the documents, we make them durable.
 
     `channels` are each layer's outlier channels, where the codec has any.
     """
+    channels = channels or {}
     assert set(channels) == (set(manifest.identity.layers) if manifest.identity.codec in WITH_OUTLIERS else set())
     memory = MemoryStore()
     group = zarr.create_group(memory)

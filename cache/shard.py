@@ -2,7 +2,9 @@
 
 The layout is that of the Zarr v3 sharding codec with `index_location: end` and the codecs bytes + crc32c for the index and,
 with or without byte-shuffle and zstd between them, for chunks
-(https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/): so the whole object is never in memory twice.
+(https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/): so the whole object is never in memory twice. Raw chunks
+begin at multiples of 64 bytes: the index says where, so every reader finds them, and memory that is copied from one such place to
+another moves at up to half again the speed.
 """
 
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from cache.checksum import crc32c
 
 # More of it takes longer and gains a percent: what is left after the shuffle is a plane of noise and a plane of few symbols.
 ZSTD_LEVEL = 1
+ALIGNMENT = 64
 
 
 def encode_shard(
@@ -31,10 +34,12 @@ def encode_shard(
     for number in range(len(places)):
         part = rows[number * chunk_rows : (number + 1) * chunk_rows]
         chunk = shrink(part) if shuffled_zstd else _bytes_of(part)
+        size = len(chunk) + 4
+        gap = 0 if shuffled_zstd else -size % ALIGNMENT
         yield chunk
-        yield crc32c(chunk).to_bytes(4, "little")
-        places[number] = offset, len(chunk) + 4
-        offset += len(chunk) + 4
+        yield crc32c(chunk).to_bytes(4, "little") + bytes(gap)
+        places[number] = offset, size
+        offset += size + gap
     index = places.tobytes()
     yield index
     yield crc32c(index).to_bytes(4, "little")
