@@ -8,7 +8,7 @@ DFLASH := $(BIN)/dflash
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow bench bench-cache lint demo demo-smollm2 clean
+.PHONY: help setup test test-slow bench bench-cache bench-codecs lint demo demo-smollm2 clean
 .DELETE_ON_ERROR:
 # The stages use every core themselves.
 .NOTPARALLEL:
@@ -43,6 +43,9 @@ bench: setup ## measure reading, capturing and tokenising, as ratios in the same
 
 bench-cache: setup ## measure reading and writing a cache, as ratios in the same run (on an otherwise idle machine)
 	$(BIN)/python benchmarks/reading.py
+
+bench-codecs: work/demo/answers.jsonl ## train from every codec with three seeds and decode: what each costs (hours)
+	$(BIN)/python benchmarks/codecs.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -137,6 +137,14 @@ def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, al
     assert contents(folder / "tp")[key] == contents(folder / "alone")[key]
 
 
+def test_a_sharded_target_calibrates_together_and_all_processes_use_what_it_found(driver, folder, target, data):
+    for world, out in ((2, folder / "tp-int8"), (4, folder / "tp-int8-twice")):
+        assert driver.run(world, options_for(target, data, out, tp=2, codec="int8"))[0] == [0] * world
+    assert contents(folder / "tp-int8") == contents(folder / "tp-int8-twice")
+    channels = open_cache(str(folder / "tp-int8")).codec.channels
+    assert set(channels) == {0, 2} and all(len(own) == 8 for own in channels.values())
+
+
 @pytest.mark.parametrize("layers", [{"tie_word_embeddings": False}, {"num_key_value_heads": 1}])
 def test_untied_heads_and_single_key_heads(driver, folder, data, layers):
     target = random_target(folder / f"kind-{next(iter(layers))}", **{"num_key_value_heads": 2, **layers})
