@@ -30,8 +30,15 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     srun starts processes without these; a job script exports RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS, and
     SLURM_LOCALID stands for LOCAL_RANK. Raises OptionError for values that are no ranks.
     """
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+    if not given:
         return None
+    if len(given) == 1:
+        # Taken for a process alone, each of several would do all of the work.
+        other = "WORLD_SIZE" if given == ["RANK"] else "RANK"
+        raise OptionError(
+            f"{given[0]} is set but {other} is not: let torchrun set both, or unset {given[0]} for one process"
+        )
     local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     found = {
         "RANK": environment["RANK"],
@@ -45,9 +52,16 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     ranks = Ranks(*(int(value) for value in found.values()))
     if not ranks.rank < ranks.world:
         raise OptionError(f"RANK={ranks.rank} is not below WORLD_SIZE={ranks.world}: ranks count from 0")
-    if ranks.world > 1 and "MASTER_ADDR" not in environment:
-        raise OptionError(
-            "WORLD_SIZE is set but MASTER_ADDR is not: set MASTER_ADDR and MASTER_PORT to a free port of rank 0's machine, "
-            "or start with torchrun"
-        )
+    if ranks.world > 1:
+        _check_meeting_place(environment)
     return ranks
+
+
+def _check_meeting_place(environment: Mapping[str, str]) -> None:
+    remedy = "set MASTER_ADDR and MASTER_PORT to a free port of rank 0's machine, or start with torchrun"
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise OptionError(f"WORLD_SIZE is set but {name} is not: {remedy}")
+    port = environment["MASTER_PORT"]
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise OptionError(f"MASTER_PORT={port!r} in the environment is no port: {remedy}")

@@ -179,17 +179,24 @@ def test_a_target_that_cannot_be_shared_is_refused(target):
         check_parallel(config, 2, cpu)
 
 
+MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+
+
 def test_ranks_come_from_the_environment():
     assert ranks_of({}) is None
     assert ranks_of({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a"}
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MEET}
     assert ranks_of(torchrun) == Ranks(5, 8, 1, 4)
-    srun = {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
+    srun = {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1", **MEET}
     assert ranks_of(srun) == Ranks(5, 8, 1, 8)
     for wrong, rule in (
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "not below"),
+        ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MEET, "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
     ):
         with pytest.raises(OptionError, match=rule):
             ranks_of(wrong)
