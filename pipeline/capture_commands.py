@@ -9,6 +9,7 @@ from pipeline.arguments import Attention, Device, Dtype, Nproc, TrustRemoteCode,
 from pipeline.console import Console
 from pipeline.launch import launch, own_ranks
 from schemas.options import CaptureOptions, RegenerateOptions
+from schemas.ranks import ALONE
 
 DataFormat = Annotated[
     str, typer.Option(help="How rows are read: messages, sharegpt, response, text, tokens; auto goes by their columns.")
@@ -86,10 +87,12 @@ def capture(
 ) -> None:
     """Run the frozen target once and write its hidden states, top-k logits and loss masks into a cache."""
     options = options_of(CaptureOptions, locals() | {"layers": layer_list(layers)})
-    if dry_run:
-        nproc = None
     if (ranks := own_ranks(os.environ, nproc, tp)) is None:
-        launch(context.obj, nproc or tp)
+        if not dry_run:
+            launch(context.obj, nproc or tp)
+        ranks = ALONE  # a plan takes one process, whatever the work will take
+    if dry_run and not ranks.first:
+        return
     from capture import run
     from pipeline.confirm import confirm_overwrite
     from pipeline.inspect import plan_text, summary_text

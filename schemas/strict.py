@@ -38,15 +38,16 @@ def describe(fault: ValidationError, named: Callable[[str], str] = str) -> str:
     """All faults of a validation on one line: `key: rule (got value)`, separated by semicolons."""
     parts = []
     for item in fault.errors():
-        key = named(".".join(str(part) for part in item["loc"]) or "value")
+        place = ".".join(str(part) for part in item["loc"])
+        # A rule of a whole record names what it is about itself.
+        key = named(place) if place else ""
         if item["type"] == "extra_forbidden":
             parts.append(f"{key}: unknown key; remove it or correct its name")
         elif item["type"] == "missing":
             parts.append(f"{key}: missing")
         else:
-            # A rule of a whole record names the values itself.
             got = "" if isinstance(item["input"], dict) else f" (got {_short(item['input'])})"
-            parts.append(f"{key}: {item['msg'].removeprefix('Value error, ')}{got}")
+            parts.append(f"{key}: {item['msg'].removeprefix('Value error, ')}{got}".removeprefix(": "))
     return "; ".join(parts)
 
 

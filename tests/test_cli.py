@@ -59,6 +59,8 @@ def test_every_command_has_help(command, capsys):
             ["regenerate", "--target", "x", "--prompts", "p", "--out", "o", "--max-new-tokens", "0"],
             "--max-new-tokens: ",
         ),
+        (["capture", "--target", "x", "--append", "--overwrite"], "error: --append keeps"),
+        (["capture", "--target", "x", "--tp", "2", "--nproc", "3", "--dry-run"], "--nproc 3 is no multiple of --tp 2"),
         (["capture", "--target", "no/such/model/at/all"], "no/such/model/at/all"),
         (["train"], "--cache"),
         (["train", "--cache", "nowhere.zarr"], "nowhere.zarr is no hidden-state cache"),
@@ -76,6 +78,18 @@ def test_every_command_has_help(command, capsys):
 )
 def test_mistakes_are_one_line_and_exit_2(words, message, capsys):
     assert message in error_line(*words, capsys=capsys)
+
+
+def test_a_dry_run_is_one_process_and_speaks_once(capsys, monkeypatch):
+    planned = []
+    monkeypatch.setattr("pipeline.capture_commands.launch", lambda *_: pytest.fail("processes for a plan"))
+    monkeypatch.setattr("capture.run.dry_run", lambda options, _: planned.append(options.tp))
+    run("capture", "--target", "x", "--tp", "2", "--dry-run", code=0, capsys=capsys)
+    assert planned == [2]
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    run("capture", "--target", "x", "--tp", "2", "--dry-run", code=0, capsys=capsys)
+    assert planned == [2]
 
 
 def test_debug_shows_the_traceback(capsys):
