@@ -297,10 +297,18 @@ class LocalStore:
         (self.root / key).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder. Renamed first: a kill in the middle must not leave half a cache under the name."""
-        gone = self.root.with_name(f"{self.root.name}.removed")
-        shutil.rmtree(gone, ignore_errors=True)
-        self.root.rename(gone)
+        """Remove what is in the folder, which stays: it may be a link, a mount or where the user stands.
+
+        All is moved among this process's unfinished objects first, zarr.json last: until then it is a cache, though a damaged
+        one, and after that nothing. Whoever comes after a kill goes on from either.
+        """
+        self.clean_workspaces()
+        gone = self.root / workspace_name() / "removed"
+        gone.mkdir(parents=True, exist_ok=True)
+        for entry in sorted(self.root.iterdir(), key=lambda entry: entry.name == "zarr.json"):
+            if not entry.name.startswith(TEMPORARY):
+                entry.rename(gone / entry.name)
+        fsync_folder(self.root)
         shutil.rmtree(gone)
 
     def clean_workspaces(self) -> None:

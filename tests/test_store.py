@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import google_crc32c
 import pytest
@@ -51,6 +52,56 @@ def test_an_object_that_must_be_new_is_never_replaced(tmp_path, monkeypatch):
     assert store.put_new("other", [b"first"])
     assert (store.get("plan"), store.get("other")) == (b"first", b"first")
     assert not list(tmp_path.glob(".tmp-*/*"))
+
+
+def filled(folder):
+    for key in ("zarr.json", "hidden/1/c/0/0", "shards/000000.json"):
+        LocalStore(folder).put(key, [b"old"])
+    return LocalStore(folder)
+
+
+def test_what_is_removed_may_be_a_link_or_where_the_user_stands(tmp_path, monkeypatch):
+    filled(tmp_path / "real")
+    (tmp_path / "link.zarr").symlink_to("real")
+    (tmp_path / "link.zarr.removed").mkdir()
+    store = LocalStore(tmp_path / "link.zarr")
+    store.remove()
+    assert store.vacant()
+    assert (tmp_path / "link.zarr").is_symlink()
+    assert (tmp_path / "link.zarr.removed").is_dir(), "a neighbour's name is not ours"
+    store.put("zarr.json", [b"new"])
+    assert (tmp_path / "real/zarr.json").read_bytes() == b"new"
+    monkeypatch.chdir(tmp_path / "real")
+    LocalStore(Path(".")).remove()
+    assert LocalStore(Path(".")).vacant()
+
+
+def test_a_removal_that_stops_anywhere_can_be_gone_on_with(tmp_path, monkeypatch):
+    rename = Path.rename
+    for stop in range(4):
+        store, moves = filled(tmp_path / str(stop)), []
+
+        def moved(path, target, moves=moves, stop=stop):
+            if len(moves) == stop:
+                raise InterruptedError
+            moves.append(path)
+            return rename(path, target)
+
+        def freed(path, **_):
+            if path.name == "removed":
+                raise InterruptedError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", moved)
+            patched.setattr("shutil.rmtree", freed)
+            with pytest.raises(InterruptedError):
+                store.remove()
+        assert len(moves) == stop
+        # A cache, or nothing: never "something else", which would have to be cleaned up by hand.
+        assert store.vacant() == (stop == 3)
+        store.remove()
+        assert store.vacant()
+        assert store.sizes() == {}
 
 
 def test_only_dead_workers_leftovers_are_removed(tmp_path):
