@@ -122,9 +122,18 @@ def _create(group: zarr.Group, spec: ArraySpec, attributes: dict[str, Any]) -> N
 
 def write_root(store: Store, manifest: Manifest) -> None:
     """Write zarr.json of the root group with the manifest: the document that makes a folder a cache, or a complete one."""
+    store.put("zarr.json", [_root_document(manifest)])
+
+
+def begin_root(store: Store, manifest: Manifest) -> bool:
+    """`write_root` where there is none; False where there is one, which stays as it is."""
+    return store.put_new("zarr.json", [_root_document(manifest)])
+
+
+def _root_document(manifest: Manifest) -> bytes:
     attributes = {ATTRIBUTE: manifest.model_dump(mode="json")}
     document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    store.put("zarr.json", [json.dumps(document, indent=2).encode()])
+    return json.dumps(document, indent=2).encode()
 
 
 def read_root(store: Store) -> Manifest:

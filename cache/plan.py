@@ -148,6 +148,10 @@ def _shards_of(footer: Any, where: str) -> tuple[dict[int, int], dict[int, int]]
 
 
 def _unreadable(store: Store, fault: BaseException) -> CacheError:
+    if isinstance(fault, OSError) and store.size(PLAN) is None:
+        return CacheError(
+            f"{store.where(PLAN)} is gone: another process finished or replaced this cache meanwhile; run the same command again"
+        )
     return CacheError(
         f"{store.where(PLAN)} cannot be read ({str(fault).splitlines()[0]}): capture again into another folder"
     )

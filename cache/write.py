@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cache.codecs import Channels, HiddenCodec
 from cache.generations import earlier_metadata, generations_of, read_earlier, read_pending
 from cache.index import INDEX, read_index
-from cache.layout import read_channels, read_root, write_arrays, write_root
+from cache.layout import begin_root, read_channels, read_root, write_arrays, write_root
 from cache.plan import PLAN, Plan, write_plan
 from cache.shard import encode_shard
 from cache.store import Store, open_store
@@ -93,15 +93,22 @@ class CacheWriter:
         plan: pa.Table,
         earlier: Sequence[tuple[int, str]] = (),
         channels: Channels | None = None,
+        vacant: bool = False,
     ) -> "CacheWriter":
         """Lay out a new cache: root, array metadata, then the plan. Nothing there may be worth keeping.
 
         `earlier`: (first shard, plan_sha256) of each generation, where it is an appended cache that is made again. `channels` are
-        the outlier channels of each layer, for int8 and int4.
+        the outlier channels of each layer, for int8 and int4. `vacant`: nothing was there, so of two processes that come at
+        once one is refused, with CacheError.
         """
         store, channels = open_store(path), dict(channels or {})
         store.clean_workspaces()
-        write_root(store, manifest)
+        if not vacant:
+            write_root(store, manifest)
+        elif not begin_root(store, manifest):
+            raise CacheError(
+                f"{path}: another capture came first while this one was planned: let it end, then run the same command again"
+            )
         write_arrays(store, manifest, channels)
         written = write_plan(store, plan, earlier_metadata(earlier) if earlier else None)
         return cls(store, manifest, written, channels=channels)
@@ -173,15 +180,19 @@ class CacheWriter:
     def finish(self) -> Manifest:
         """Write the index, then the manifest that says complete; the plan has served. Every shard must be in.
 
-        Raises CacheError where a cache that is appended to changed meanwhile.
+        Raises CacheError where another process wrote other shards meanwhile, or changed what is appended to.
         """
-        assert not self.missing_shards()
         complete = self.manifest.model_copy(update={"complete": True})
+        held = read_root(self.store)
+        if held == complete:  # another process did the same and was faster
+            return complete
+        if missing := self.missing_shards():
+            raise CacheError(
+                f"{self.store.where()}: shard {missing[0]} was changed by another process meanwhile: let it end, then run the same "
+                "command again"
+            )
         base: list[pa.Table] = []
         if self.first_shard:
-            held = read_root(self.store)
-            if held == complete:  # another process did the same and was faster
-                return complete
             self._check_base(held)
             base = [read_index(self.store, held)]
         buffer = io.BytesIO()

@@ -161,7 +161,7 @@ def open_writer(job: Job, out: str, record: Mapping[str, str], channels: Channel
     if job.earlier:
         return CacheWriter.create(out, manifest, table, job.earlier, channels)
     recorded = manifest.model_copy(update={"record": manifest.record | dict(record)})
-    return CacheWriter.create(out, recorded, table, channels=channels)
+    return CacheWriter.create(out, recorded, table, channels=channels, vacant=job.found is None or job.replaced)
 
 
 def same_as(found: Manifest | None, settings: Settings, scans: Sequence[Scan]) -> Manifest | None:

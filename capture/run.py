@@ -79,6 +79,7 @@ def _lead(settings: Settings, crew: Crew, say: Say, confirm: Callable[[Manifest]
     out, job = settings.options.out, find_job(settings, say, confirm)
     crew.tell("work", "nothing" if job.done else "load")
     if job.done:
+        open_store(out).clean_workspaces()
         return job.done
     with parallel_group(crew.store, crew.replica, crew.member, crew.tp, settings.device):
         # Before anything is written or removed: weights that cannot be used must not cost a folder.

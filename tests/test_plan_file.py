@@ -132,6 +132,15 @@ def test_a_torn_plan_is_refused(tmp_path):
             Plan.open(store)
 
 
+def test_a_plan_that_another_process_removed_is_no_damage(tmp_path):
+    store = LocalStore(tmp_path)
+    plan = write_plan(store, table_of([[300], [400]], 0, 2))
+    store.delete(PLAN)
+    for read in (lambda: plan.shard(1), plan.index):
+        with pytest.raises(CacheError, match=r"is gone: another process .* run the same command again"):
+            read()
+
+
 def test_a_plan_that_is_not_by_shard_is_refused(tmp_path):
     pq.write_table(plan_table(3, 64), tmp_path / PLAN)
     with pytest.raises(CacheError, match="another version"):
