@@ -42,6 +42,11 @@ def recheck(path: str, target_name: str, samples: int, device: str, trust_remote
             f"{path} was captured from {identity.target.name} with config sha256 {identity.target.config_sha256[:16]}, "
             f"{reference.name} has {found[:16]}: give the target that it was captured from"
         )
+    if (held := identity.target.revision) != reference.revision:
+        say.warn(
+            f"{path} was captured from {identity.target.name} at revision {held}, this is {reference.revision}: what differs may be "
+            "the target's weights, and not the cache"
+        )
     target = load_target(reference, identity.dtype, device)
     traits = head_traits(target.config)
     check_head(target, traits)

@@ -41,6 +41,7 @@ def test_what_was_captured_is_what_the_target_computes(captured, target):
     say = Recorder()
     assert recheck(str(captured), target, 10, "cpu", False, say) == []
     assert recheck(str(captured), target, 1000, "cpu", False, say) == []
+    assert say.warnings == []
 
 
 def test_other_weights_are_found(captured, folder, target):
@@ -50,7 +51,9 @@ def test_other_weights_are_found(captured, folder, target):
     name = next(name for name in weights if name.endswith("layers.0.mlp.down_proj.weight"))
     weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    faults = recheck(str(captured), str(other), 4, "cpu", False, Silent())
+    say = Recorder()
+    faults = recheck(str(captured), str(other), 4, "cpu", False, say)
+    assert ["may be the target's weights, and not the cache" in text for text in say.warnings] == [True]
     assert {fault.where for fault in faults} >= {"hidden/0", "hidden/2"}
     assert len({fault.samples for fault in faults}) == 4
 
