@@ -120,11 +120,13 @@ def _check_captured(out: str, manifest: Manifest) -> None:
             f"{out} was converted from another cache, so it is not captured again: run its `dflash convert` command again (it mends "
             "what is damaged), and append again what was appended since"
         )
-    if MERGED in manifest.record:
-        raise CacheError(
-            f"{out} was merged from several caches, so it cannot be captured again: run its `dflash merge` command again (it "
-            "mends what is damaged), and append again what was appended since"
-        )
+    if MERGED not in manifest.record:
+        return
+    # A merge mends its own cache; to one that was appended to since it is another cache's command.
+    remedy = "run its `dflash merge` command again (it mends what is damaged)"
+    if len(generations_of(manifest)) > 1:
+        remedy = "merge its caches again, into another --out, and append to that what was appended since"
+    raise CacheError(f"{out} was merged from several caches, so it cannot be captured again: {remedy}")
 
 
 def known_channels(job: Job, out: str) -> Channels | None:

@@ -318,12 +318,15 @@ def test_a_merged_cache_is_not_captured_again(target, data, base, folder, tmp_pa
     say = Recorder()
     capture(command(target, data[:2], out), say)
     assert "nothing to do" in say.notes[-1]
+    harmed = tmp_path / "harmed"
+    shutil.copytree(out, harmed)
+    (harmed / "hidden/0/c/1/0").unlink()
+    with pytest.raises(CacheError, match="cannot be captured again: run its `dflash merge`"):
+        capture(command(target, data[:2], harmed), Recorder())
     capture(command(target, data[2:], out, append=True), Recorder())
     assert open_cache(str(out)).manifest.totals.samples == ROWS + MORE + LAST
     (out / "hidden/0/c/1/0").unlink()
     before = contents(out)
-    with pytest.raises(
-        CacheError, match="was merged from several caches, so it cannot be captured again: run its `dflash merge`"
-    ):
+    with pytest.raises(CacheError, match="merge its caches again, into another --out, and append"):
         capture(command(target, data, out), Recorder())
     assert contents(out) == before
