@@ -118,7 +118,7 @@ def train(
         # What the run was begun with, so that nothing has to be typed again.
         options = train_options(f"{out}/{RESOLVED}", settings, flags)
     if (ranks := own_ranks(os.environ, nproc)) is None:
-        launch(context.obj, nproc or 1, lambda: _go_on(context.obj, out), SHUTDOWN_SECONDS)
+        launch(context.obj, nproc or 1, lambda: go_on(context.obj, out), SHUTDOWN_SECONDS)
     from train.run import train as run_training
 
     with Console() as say:
@@ -127,11 +127,11 @@ def train(
         print(f"{out}: {summary.steps:,} steps done; the draft is {out}/draft, of {summary.checkpoint}")
 
 
-def _go_on(words: Sequence[str], out: str) -> str:
+def go_on(words: Sequence[str], out: str) -> str:
     """The command that goes on with a run of several processes, when they have been stopped."""
     if not (Path(out) / RESOLVED).is_file():
         return "nothing was written, the same command begins again"
-    kept = list(words)
+    kept = [word for word in words if not word.startswith("--resume=")]
     if "--resume" in kept:
         place = kept.index("--resume")
         named = kept[place + 1 : place + 2]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from train_fixtures import stable_lines, tensor_files, train_cache
 
 from cache.read import open_cache
+from pipeline.train_command import go_on
 from train.checkpoint import list_checkpoints, load_checkpoint
 from train.gradients import buckets_of
 from train.rundir import read_provenance
@@ -205,6 +206,14 @@ def test_the_command_launches_its_ranks_and_says_how_to_go_on(uneven_cache: str,
         f"stopped by SIGTERM at step {step} of 20000, all saved"
     ]
     assert sum("over 2 ranks" in line for line in lines) == 1, "one process speaks"
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"], ["--resume", "step-000004"], ["--resume=step-000004"]])
+def test_the_command_to_go_on_with_is_the_one_that_was_typed(tmp_path: Path, resume: list[str]) -> None:
+    words = ["train", "--cache", "a b", *resume, "--nproc", "2"]
+    assert go_on(words, str(tmp_path)) == "nothing was written, the same command begins again"
+    (tmp_path / "config.yaml").touch()
+    assert go_on(words, str(tmp_path)) == "go on with `dflash train --cache 'a b' --nproc 2 --resume`"
 
 
 def test_buckets_are_runs_of_parameters_and_a_large_one_is_alone() -> None:
