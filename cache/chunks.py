@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from cache.buffers import Buffers
 from cache.checksum import crc32c
 from cache.shard import expand
-from cache.store import Run, Span, Store
+from cache.spans import Run, Span
+from cache.store import Store
 from schemas.arrays import ArraySpec
 from schemas.errors import CacheDamaged
 

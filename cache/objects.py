@@ -24,7 +24,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from cache.checksum import crc32c
 from cache.object_faults import behind_the_end, endpoint_of, explained, no_bucket
-from cache.store import Run, Span
+from cache.spans import Run, Span
 from cache.workspace import TEMPORARY
 from schemas.errors import CacheError, OptionError, StoreFault
 from schemas.records import ObjectRecord

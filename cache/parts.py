@@ -12,7 +12,8 @@ import pyarrow as pa
 from cache.append import array_document
 from cache.generations import GENERATIONS, MERGED
 from cache.read import Cache, open_cache
-from cache.store import Span, Store
+from cache.spans import Span
+from cache.store import Store
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError, OptionError
 from schemas.manifest import CONVERTED, Manifest, Source, Totals, first_difference

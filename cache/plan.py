@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache.store import Span, Store
+from cache.spans import Span
+from cache.store import Store
 from schemas.errors import CacheError
 from schemas.index import INDEX_SCHEMA, PLAN_SCHEMA, check_table
 

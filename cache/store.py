@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from cache.checksum import crc32c
+from cache.spans import Run, Span, read_run
 from cache.workspace import TEMPORARY, is_leftover, workspace_name
 from schemas.errors import CacheError, DflashError, OptionError
 from schemas.records import ObjectRecord
@@ -96,23 +97,6 @@ def _appear(temporary: Path, path: Path, new: bool) -> None:
         os.rename(temporary, path)
 
 
-class Span(NamedTuple):
-    """`size` bytes of an object from `offset` on; a negative offset counts from the object's end."""
-
-    key: str
-    offset: int
-    size: int
-
-
-class Run(NamedTuple):
-    """`size` bytes of an object from `offset` on, and the pieces of memory that they fill, one after the other."""
-
-    key: str
-    offset: int
-    into: list[memoryview]
-    size: int
-
-
 class Store(Protocol):
     """The objects of one cache, under keys: relative paths with `/`. All of them raise DflashError where the place refuses."""
 
@@ -144,10 +128,7 @@ class Store(Protocol):
         """The bytes of each span, in order; fewer where the object ends sooner. Raises OSError where one cannot be opened."""
 
     def fill(self, runs: Sequence[Run]) -> Iterator[int]:
-        """Read each run into its memory, in order, when the iterator reaches it; gives how many bytes of it there were.
-
-        Raises OSError where an object cannot be opened.
-        """
+        """Read each run into its memory when the iterator reaches it; gives how many bytes there were. Raises OSError as `read`."""
 
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""
@@ -262,8 +243,7 @@ class LocalStore:
             file = os.open(self.root / key, os.O_RDONLY)
             try:
                 for run in group:
-                    read = os.preadv(file, run.into, run.offset)
-                    yield read if read == run.size else _read_on(file, run, read)
+                    yield read_run(file, run)
             finally:
                 os.close(file)
 
@@ -316,17 +296,3 @@ class LocalStore:
         for folder in self.root.glob(f"{TEMPORARY}*"):
             if is_leftover(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read_on(file: int, run: Run, read: int) -> int:
-    # A call may give less than was asked for; that nothing is left it says by giving nothing.
-    while read < run.size:
-        rest, skip = [], read
-        for piece in run.into:
-            rest.append(piece[skip:])
-            skip = max(0, skip - len(piece))
-        more = os.preadv(file, [piece for piece in rest if len(piece)], run.offset + read)
-        if more == 0:
-            break
-        read += more
-    return read

@@ -15,7 +15,8 @@ from s3_server import BUCKET, folder_contents
 
 import cache.objects
 from cache.objects import REMOVING
-from cache.store import Span, open_store
+from cache.spans import Span
+from cache.store import open_store
 from cache.write import existing_manifest
 from pipeline.cli import main
 from schemas.errors import CacheError, DflashError, OptionError, StoreFault

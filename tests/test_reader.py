@@ -15,6 +15,7 @@ from cache_fixtures import make_cache
 from cache.buffers import Buffers
 from cache.chunks import ChunkReader
 from cache.read import open_cache
+from cache.spans import Run
 from cache.store import LocalStore
 from cache.write import read_record
 from schemas.errors import CacheDamaged
@@ -168,3 +169,13 @@ def test_another_chunk_size_in_the_metadata_is_not_taken_for_ours(cached, tmp_pa
     document["codecs"][0]["configuration"]["index_location"] = "start"
     file.write_text(json.dumps(document))
     assert len(open_cache(str(path)).notes) == 1
+
+
+def test_a_call_that_gives_less_than_was_asked_for_is_gone_on_with(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, offset: real(file, [into[0][:7]], offset))
+    for size, there in ((60, 60), (95, 90)):  # the second begins at 10 and ends behind the end
+        pieces = [memoryview(bytearray(n)) for n in (13, 4, size - 17)]
+        (got,) = LocalStore(tmp_path).fill([Run("file", 10, pieces, size)])
+        assert got == there and b"".join(pieces)[:there] == bytes(range(10, 10 + there))
