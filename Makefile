@@ -34,12 +34,16 @@ test: setup ## run the tests (not the slow ones)
 test-slow: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-bench: setup ## measure reading, capturing and tokenising, as ratios in the same run (on an otherwise idle machine)
+bench: setup ## measure every stage, as ratios in the same run (on an otherwise idle machine)
 	$(BIN)/python benchmarks/reading.py
 	$(BIN)/python benchmarks/capturing.py
 	$(BIN)/python benchmarks/capturing.py --target wide --rows 60
 	$(BIN)/python benchmarks/capture_memory.py
 	$(BIN)/python benchmarks/tokenising.py
+	$(BIN)/python benchmarks/objective.py
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/checkpointing.py
 
 bench-cache: setup ## measure reading and writing a cache, as ratios in the same run (on an otherwise idle machine)
 	$(BIN)/python benchmarks/reading.py
