@@ -101,10 +101,13 @@ def _distribution(logits_RV: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor
     values_RK1, ids_RK1 = largest(logits_RV, top_k + 1)
     top_RK, ids_RK, next_R1 = values_RK1[:, :top_k], ids_RK1[:, :top_k], ids_RK1[:, top_k:]
     others_RV = torch.log_softmax(logits_RV.scatter_(1, ids_RK, -torch.inf), dim=-1)
-    reference_R = values_RK1[:, top_k]
-    rest_R = (reference_R - others_RV.gather(1, next_R1)[:, 0]).masked_fill(reference_R == -torch.inf, -torch.inf)
-    whole_R = torch.logaddexp(rest_R, top_RK.logsumexp(dim=-1))
-    return ids_RK.int(), (top_RK - whole_R[:, None]).half(), rest_R - whole_R
+    # All relative to the largest, so that a token that is all but certain keeps the digits of its distance from 0.
+    first_R, reference_R = values_RK1[:, 0], values_RK1[:, top_k]
+    rest_R = (reference_R - first_R) - others_RV.gather(1, next_R1)[:, 0]
+    rest_R = rest_R.masked_fill(reference_R == -torch.inf, -torch.inf)
+    above_RK = top_RK - first_R[:, None]
+    whole_R = torch.logaddexp(rest_R, above_RK.logsumexp(dim=-1))
+    return ids_RK.int(), (above_RK - whole_R[:, None]).half(), rest_R - whole_R
 
 
 def largest(values_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:

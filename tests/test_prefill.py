@@ -91,7 +91,8 @@ def test_shards_are_the_same_and_no_forward_sees_more(data, tiny_chat, tmp_path,
                 assert np.array_equal(cut[name], array)
         supervised = whole["logits/topk_logprobs"][:, 0] != 0
         assert np.array_equal(supervised, cut["logits/topk_logprobs"][:, 0] != 0)
-        assert np.allclose(cut["logits/topk_logprobs"], whole["logits/topk_logprobs"], rtol=2e-3)
+        # A unit of float16, and what rounding leaves of a logarithm near 0.
+        assert np.allclose(cut["logits/topk_logprobs"], whole["logits/topk_logprobs"], rtol=2e-3, atol=1e-5)
         assert np.allclose(cut["logits/rest_logprob"], whole["logits/rest_logprob"], atol=1e-3)
 
 
@@ -100,7 +101,7 @@ def test_a_capture_in_pieces_is_recorded_and_rechecked_in_pieces(data, tiny_chat
     capture(capture_options(tiny_chat, data, out, layers=(1,), prefill_chunk=33), Recorder())
     assert open_cache(str(out)).manifest.record["prefill_chunk"] == "33"
     asked = []
-    monkeypatch.setattr("capture.recheck.run_shard", lambda *a: asked.append(a[-1]) or run_shard(*a))
+    monkeypatch.setattr("capture.recheck.run_shard", lambda *a: asked.append(a[5]) or run_shard(*a))
     assert recheck(str(out), tiny_chat, 3, "cpu", False, Recorder()) == []
     assert asked == [33] * 3
 
