@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := .runtime
 DFLASH := $(BIN)/dflash
-# Test files that run side by side.
-WORKERS ?= 2
+# Test files that run side by side: more than cores, since many wait for processes that they start.
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow bench bench-cache bench-codecs lint demo demo-smollm2 clean
@@ -80,7 +80,7 @@ TRAIN_smollm2 := --config demo/smollm2.yaml
 STEPS_smollm2_dflash := 400
 STEPS_smollm2_dflash2 := 400
 
-demo: work/demo/table.txt ## answer, capture, train and evaluate on the shipped tiny model; ends with the table (8 minutes at most)
+demo: work/demo/table.txt ## answer, capture, train and evaluate on the shipped tiny model; ends with the table (about 8 minutes)
 	@cat $<
 
 demo-smollm2: work/smollm2/table.txt ## the same on SmolLM2-135M-Instruct, from a PyPI wheel (an hour at most)

@@ -221,6 +221,7 @@ def test_the_table_is_of_the_drafts_own_checkpoint_and_shows_evaluations_where_a
 # With real trainings
 
 
+@pytest.mark.slow
 def test_a_grid_from_one_cache_then_only_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
