@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := .runtime
 DFLASH := $(BIN)/dflash
-# Test files that run side by side: more than cores, since many wait for processes that they start.
-WORKERS ?= 3
+# Test files that run side by side.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow bench bench-cache bench-codecs lint demo demo-smollm2 clean
