@@ -17,7 +17,7 @@ from cache.codecs import Channels, HiddenCodec, check_codec
 from cache.disk import check_free, needed_bytes
 from cache.read import Cache, open_cache
 from cache.store import open_store
-from cache.verify import forget, verify
+from cache.verify import sound_or_forgotten
 from cache.write import CacheWriter, existing_manifest
 from schemas.arrays import WITH_OUTLIERS, array_specs, chunk_tokens
 from schemas.errors import CacheError, OptionError
@@ -45,13 +45,9 @@ def convert(
     found = existing_manifest(out)
     if found is not None:
         _check_same(out, found, manifest)
-        if found.complete:
-            _, faults = verify(out, False, say)
-            if not faults:
-                say.note(f"{out} is already converted: nothing to do")
-                return found
-            say.warn(f"{out} is damaged ({faults[0].where}: {faults[0].what}): converting again what is")
-            forget(out, faults)
+        if found.complete and sound_or_forgotten(out, "converting again what is", say):
+            say.note(f"{out} is already converted: nothing to do")
+            return found
     writer = None if found is None else CacheWriter.resume(out)
     if writer is None:
         check_free(open_store(out), *needed_bytes(manifest.identity, manifest.totals.shards, source.index.nbytes))

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 from cache.store import Store
 from schemas.errors import CacheDamaged
 from schemas.index import INDEX_SCHEMA, check_table
-from schemas.manifest import Manifest
+from schemas.manifest import Manifest, Totals
 
 INDEX = "index.parquet"
 
@@ -28,3 +28,14 @@ def read_index(store: Store, manifest: Manifest) -> pa.Table:
             f"{store.where(INDEX)} has {len(table)} rows, the manifest says {manifest.totals.samples}: capture again"
         )
     return table.slice(0, manifest.totals.samples)
+
+
+def totals_of(index: pa.Table, shards: int) -> Totals:
+    """What the rows of an index add up to, over so many shards."""
+    return Totals(
+        samples=len(index),
+        tokens=int(index["length"].to_numpy().sum()),
+        supervised=int(index["supervised"].to_numpy().sum()),
+        shards=shards,
+        val_samples=index["split"].to_pylist().count("val"),
+    )

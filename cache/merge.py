@@ -19,7 +19,7 @@ from cache.layout import write_root
 from cache.parts import Part, manifest_of, opened, parts_of, pieces, target_files
 from cache.read import Cache
 from cache.store import Store, open_store
-from cache.verify import forget, verify
+from cache.verify import sound_or_forgotten
 from cache.write import existing_manifest, is_committed, object_sizes, read_records
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError
@@ -48,13 +48,9 @@ def merge(paths: Sequence[str], out: str, say: Say) -> Merged:
     found = existing_manifest(out)
     if found is not None:
         _check_same(out, found, merged.manifest)
-        if found.complete:
-            _, faults = verify(out, False, say)
-            if not faults:
-                say.note(f"{out} is already the merge of these caches: nothing to do")
-                return merged
-            say.warn(f"{out} is damaged ({faults[0].where}: {faults[0].what}): copying again what is")
-            forget(out, faults)
+        if found.complete and sound_or_forgotten(out, "copying again what is", say):
+            say.note(f"{out} is already the merge of these caches: nothing to do")
+            return merged
     store, index = open_store(out), pa.concat_tables([part.index for part in parts]).combine_chunks()
     store.clean_workspaces()
     missing = _missing(store, parts)

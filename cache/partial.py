@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache.generations import maker, read_earlier
-from cache.index import INDEX, read_index
+from cache.index import INDEX, read_index, totals_of
 from cache.layout import read_root
 from cache.plan import PLAN, Plan
 from cache.read import Cache, cache_of, open_cache
@@ -19,7 +19,7 @@ from cache.store import Store, open_store
 from cache.write import is_committed, object_sizes, read_records
 from schemas.arrays import array_specs
 from schemas.errors import CacheError
-from schemas.manifest import Manifest, Totals
+from schemas.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,7 @@ def open_shards(path: str, shards: Sequence[int], layers: Sequence[int] | None =
         raise CacheError(
             f"{path} has no shard {missing[0]}, of {manifest.totals.shards}: give the cache that the run began on"
         )
-    totals = Totals(
-        samples=len(index),
-        tokens=int(index["length"].to_numpy().sum()),
-        supervised=int(index["supervised"].to_numpy().sum()),
-        shards=len(shards),
-        val_samples=index["split"].to_pylist().count("val"),
-    )
-    part = manifest.model_copy(update={"totals": totals})
+    part = manifest.model_copy(update={"totals": totals_of(index, len(shards))})
     return cache_of(store, part, index, layers, sorted(shards))
 
 

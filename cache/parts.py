@@ -11,12 +11,13 @@ import pyarrow as pa
 
 from cache.append import array_document
 from cache.generations import GENERATIONS, MERGED
+from cache.index import totals_of
 from cache.read import Cache, open_cache
 from cache.spans import Span
 from cache.store import Store
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError, OptionError
-from schemas.manifest import CONVERTED, Manifest, Source, Totals, first_difference
+from schemas.manifest import CONVERTED, Manifest, Source, first_difference
 
 PIECE_BYTES = 8 << 20
 DUPLICATE = "duplicate"
@@ -131,13 +132,7 @@ def _sources(cache: Cache, new: np.ndarray) -> tuple[Source, ...]:
 def manifest_of(parts: Sequence[Part]) -> Manifest:
     """The manifest of the parts in one cache, which is not complete yet."""
     first, index = parts[0].cache.manifest, pa.concat_tables([part.index for part in parts])
-    totals = Totals(
-        samples=len(index),
-        tokens=int(index["length"].to_numpy().sum()),
-        supervised=int(index["supervised"].to_numpy().sum()),
-        shards=sum(len(part.shards) for part in parts),
-        val_samples=index["split"].to_pylist().count("val"),
-    )
+    totals = totals_of(index, sum(len(part.shards) for part in parts))
     records = [part.cache.manifest.record for part in parts]
     names = dict.fromkeys(name for record in records for name in record if name not in (GENERATIONS, MERGED, CONVERTED))
     # Where the caches were made by different versions, all are named.

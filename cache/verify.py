@@ -88,6 +88,19 @@ def forget(path: str, faults: Sequence[Fault]) -> int:
     return len(shards)
 
 
+def sound_or_forgotten(path: str, again: str, say: Say) -> bool:
+    """Whether a complete cache is sound at a look; else its damaged shards are forgotten, so that going on makes them again.
+
+    `again` is what is done about them, in words: "capturing again what is".
+    """
+    _, faults = verify(path, False, say)
+    if not faults:
+        return True
+    say.warn(f"{path} is damaged ({faults[0].where}: {faults[0].what}): {again}")
+    forget(path, faults)
+    return False
+
+
 def _index_faults(manifest: Manifest, rows: Sequence[dict[str, Any]]) -> Iterator[Fault]:
     """Samples lie one behind the other, each inside its shard, and add up to the totals."""
     shard_tokens, before = manifest.identity.shard_tokens, 0

@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
+from cache.peers import STAND_BY_SECONDS, lost_peer, meet
 from schemas.errors import Bystander, DflashError, OptionError
 from schemas.ranks import Ranks
 
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 10.0
-STAND_BY_SECONDS = 1.0
 FAILED = "failed"
 
 
@@ -87,14 +86,13 @@ def gather(ranks: Ranks, tp: int) -> Iterator[Crew]:
     if ranks.world % tp:
         what = f"--tp {tp} does not divide the {ranks.world} processes: every copy of the target needs {tp} of them"
         raise OptionError(what) if ranks.first else Bystander(what)
-    crew = Crew(_store(ranks), ranks, tp)
+    crew = Crew(meet(ranks, "capture"), ranks, tp)
     try:
         yield crew
     except BaseException as fault:
         reason = _reason(crew, fault)
         if reason is None:
             raise
-        # The launcher takes the first that ends for the one that failed.
         time.sleep(STAND_BY_SECONDS)
         raise Bystander(reason) from None
     _leave(crew)
@@ -104,31 +102,14 @@ def _reason(crew: Crew, fault: BaseException) -> str | None:
     # Why another process made this one stop; None where the fault is its own, which the others are told then.
     if isinstance(fault, Bystander):
         return str(fault)
-    if crew.ranks.world > 1 and (lost := _lost(fault)):
-        return lost
+    if crew.ranks.world > 1 and (lost := lost_peer(fault)) is not None:
+        return f"another process is gone ({lost}): run the same command again"
     with suppress(RuntimeError):
         if crew.store.check([FAILED]):
             return str(crew.store.get(FAILED).decode())
         what = str(fault) if isinstance(fault, DflashError) else type(fault).__name__
         crew.tell(FAILED, f"process {crew.ranks.rank} stopped: {what}")
     return None
-
-
-def _lost(fault: BaseException) -> str | None:
-    # The network's faults are RuntimeErrors, told apart only by their text.
-    text = str(fault).splitlines()[0][:120] if str(fault) else ""
-    if isinstance(fault, (dist.DistNetworkError, dist.DistStoreError)):
-        return f"the first process is gone ({text}): run the same command again"
-    if isinstance(fault, RuntimeError) and any(word in text.lower() for word in ("gloo", "nccl", "connection closed")):
-        return f"a process of the same copy of the target is gone ({text}): run the same command again"
-    return None
-
-
-def _store(ranks: Ranks) -> dist.Store:
-    if ranks.world == 1:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=10)))
-    return dist.PrefixStore("capture", store)
 
 
 def _leave(crew: Crew) -> None:

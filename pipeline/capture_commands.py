@@ -11,8 +11,29 @@ from pipeline.launch import launch, own_ranks
 from schemas.options import CaptureOptions, RegenerateOptions
 from schemas.ranks import ALONE
 
+Data = Annotated[
+    list[str] | None,
+    typer.Option(help="Conversations (docs/data.md); may be given several times. By default those shipped."),
+]
+MaxLength = Annotated[int, typer.Option(help="Longer samples are cut, and counted as truncated.")]
+ValFraction = Annotated[float, typer.Option(help="Share of the prompts that is held out, chosen by the prompt's hash.")]
+Limit = Annotated[int | None, typer.Option(help="Take at most this many rows of the data.")]
+Codec = Annotated[
+    str, typer.Option(help="How hidden states are stored: f32, bf16, bf16-zstd, fp8, int8 or int4 (docs/cache.md).")
+]
+TopK = Annotated[int, typer.Option(help="How many next-token log-probabilities to keep per token.")]
+Layers = Annotated[
+    str | None,
+    typer.Option(help="Decoder layers to keep, from 0: 1,9,17,25. By default spread for a draft of 5 layers."),
+]
+ShardTokens = Annotated[
+    int | None, typer.Option(help="Rows of a shard, the unit of work and recovery. By default about 1 GiB.")
+]
 DataFormat = Annotated[
     str, typer.Option(help="How rows are read: messages, sharegpt, response, text, tokens; auto goes by their columns.")
+]
+PrefillChunk = Annotated[
+    int | None, typer.Option(help="Run longer samples in pieces of this many tokens, for the memory of one piece.")
 ]
 Reasoning = Annotated[str, typer.Option(help="Whether what the target thought is supervised: keep, or mask.")]
 SkipBadRows = Annotated[
@@ -25,14 +46,8 @@ def capture(
     target: Annotated[
         str, typer.Option(help="A model's folder, or its name on the Hub: Qwen3-8B means Qwen/Qwen3-8B.")
     ],
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Decoder layers to keep, from 0: 1,9,17,25. By default spread for a draft of 5 layers."),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="Conversations (docs/data.md); may be given several times. By default those shipped."),
-    ] = None,
+    layers: Layers = None,
+    data: Data = None,
     format: DataFormat = "auto",
     reasoning: Reasoning = "keep",
     out: Annotated[
@@ -41,27 +56,18 @@ def capture(
             help="Where the cache goes, a folder or s3://BUCKET/PATH; the same command again goes on with an unfinished one."
         ),
     ] = "hs.zarr",
-    codec: Annotated[
-        str, typer.Option(help="How hidden states are stored: f32, bf16, bf16-zstd, fp8, int8 or int4 (docs/cache.md).")
-    ] = "bf16",
-    top_k: Annotated[int, typer.Option(help="How many next-token log-probabilities to keep per token.")] = 64,
-    max_length: Annotated[int, typer.Option(help="Longer samples are cut, and counted as truncated.")] = 4096,
-    val_fraction: Annotated[
-        float, typer.Option(help="Share of the prompts that is held out, chosen by the prompt's hash.")
-    ] = 0.02,
-    shard_tokens: Annotated[
-        int | None, typer.Option(help="Rows of a shard, the unit of work and recovery. By default about 1 GiB.")
-    ] = None,
+    codec: Codec = "bf16",
+    top_k: TopK = 64,
+    max_length: MaxLength = 4096,
+    val_fraction: ValFraction = 0.02,
+    shard_tokens: ShardTokens = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of one forward pass, padding included.")] = 16_384,
     tp: Annotated[
         int, typer.Option(help="Processes, each with its own GPU, over which one copy of the target is sharded.")
     ] = 1,
     nproc: Nproc = None,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(help="Run longer samples in pieces of this many tokens, for the memory of one piece."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Take at most this many rows of the data.")] = None,
+    prefill_chunk: PrefillChunk = None,
+    limit: Limit = None,
     mask_token_id: Annotated[
         int | None, typer.Option(help="The id that stands for a token to be drafted. By default found.")
     ] = None,
@@ -107,20 +113,17 @@ def capture(
 
 def preview(
     target: Annotated[str, typer.Option(help="A model's folder, or its name on the Hub; its weights are not read.")],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="Conversations (docs/data.md); may be given several times. By default those shipped."),
-    ] = None,
+    data: Data = None,
     format: DataFormat = "auto",
     reasoning: Reasoning = "keep",
     samples: Annotated[int, typer.Option(min=0, help="How many samples to show, spread over the data.")] = 3,
-    layers: Annotated[str | None, typer.Option(help="For the size of the cache: as capture's.")] = None,
-    codec: Annotated[str, typer.Option(help="For the size of the cache: as capture's.")] = "bf16",
-    top_k: Annotated[int, typer.Option(help="For the size of the cache: as capture's.")] = 64,
-    max_length: Annotated[int, typer.Option(help="Longer samples are cut, and counted as truncated.")] = 4096,
-    val_fraction: Annotated[float, typer.Option(help="Share of the prompts that is held out.")] = 0.02,
-    shard_tokens: Annotated[int | None, typer.Option(help="For the size of the cache: as capture's.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Take at most this many rows of the data.")] = None,
+    layers: Layers = None,
+    codec: Codec = "bf16",
+    top_k: TopK = 64,
+    max_length: MaxLength = 4096,
+    val_fraction: ValFraction = 0.02,
+    shard_tokens: ShardTokens = None,
+    limit: Limit = None,
     skip_bad_rows: SkipBadRows = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

@@ -24,57 +24,59 @@ SHUTDOWN_SECONDS = 300
 RESOLVED = "config.yaml"
 
 
+CacheToTrain = Annotated[
+    str | None,
+    typer.Option(help="A complete cache, or with --partial one that still grows: a folder, or s3://BUCKET/PATH."),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(help="The run's folder, or the sweep's; by default runs/CACHE-DRAFT, runs/CACHE-sweep."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One option, such as optim.lr=1e-3; may be given several times."),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[CHECKPOINT]",
+        help="Go on from the newest checkpoint of --out, or from the one named; with more --steps a finished run, too.",
+    ),
+]
+Partial = Annotated[
+    bool,
+    typer.Option(
+        "--partial", help="Train on the shards that a running capture has committed by now; --resume stays with those."
+    ),
+]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=V1,V2",
+        help="Train a draft for each value of an option, or each combination where given several times.",
+    ),
+]
+Jobs = Annotated[
+    int | None, typer.Option(help="With --sweep: how many runs at a time, each on a device of its own; by default 1.")
+]
+
+
 def train(
     context: typer.Context,
-    cache: Annotated[
-        str | None,
-        typer.Option(help="A complete cache, or with --partial one that still grows: a folder, or s3://BUCKET/PATH."),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help=f"{help_of(DraftOptions, 'kind')} dflash or dflash2."),
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option(help="The run's folder, or the sweep's; by default runs/CACHE-DRAFT, runs/CACHE-sweep."),
-    ] = None,
+    cache: CacheToTrain = None,
+    draft: Annotated[str | None, typer.Option(help=f"{help_of(DraftOptions, 'kind')} dflash or dflash2.")] = None,
+    out: Out = None,
     layers: Annotated[str | None, typer.Option(metavar="1,9,17", help=help_of(RunOptions, "layers"))] = None,
     config: Annotated[str | None, typer.Option(help="Options in YAML, such as another run's config.yaml.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="One option, such as optim.lr=1e-3; may be given several times."
-        ),
-    ] = None,
+    set_: Set = None,
     steps: Annotated[int | None, typer.Option(help=help_of(RunOptions, "steps"))] = None,
     epochs: Annotated[int | None, typer.Option(help=help_of(RunOptions, "epochs"))] = None,
     device: Annotated[str | None, typer.Option(help=help_of(RunOptions, "device"))] = None,
     nproc: Nproc = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[CHECKPOINT]",
-            help="Go on from the newest checkpoint of --out, or from the one named; with more --steps a finished run, too.",
-        ),
-    ] = None,
-    partial: Annotated[
-        bool,
-        typer.Option(
-            "--partial",
-            help="Train on the shards that a running capture has committed by now; --resume stays with those.",
-        ),
-    ] = False,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=V1,V2",
-            help="Train a draft for each value of an option, or each combination where given several times.",
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(help="With --sweep: how many runs at a time, each on a device of its own; by default 1."),
-    ] = None,
+    resume: Resume = None,
+    partial: Partial = False,
+    sweep: Sweep = None,
+    jobs: Jobs = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show every option with its help and value, and end.")
     ] = False,
@@ -91,14 +93,7 @@ def train(
             "train needs --cache, a folder that `dflash capture` wrote (--print-config shows options without one)"
         )
     if sweep:
-        if resume:
-            raise OptionError("--sweep goes on with what was interrupted by itself: leave out --resume")
-        if partial:
-            raise OptionError("--partial would give each run of a --sweep other shards: sweep over a complete cache")
-        if own_ranks(os.environ, nproc) != ALONE:
-            raise OptionError(
-                "--sweep trains each draft in one process: leave out --nproc (--jobs runs several drafts)"
-            )
+        _check_sweep(resume, partial, nproc)
         print(
             _sweep(
                 cache,
@@ -125,6 +120,15 @@ def train(
         summary = run_training(options, cache, out, True if resume == NEWEST else resume or False, say, ranks, partial)
     if summary is not None:
         print(f"{out}: {summary.steps:,} steps done; the draft is {out}/draft, of {summary.checkpoint}")
+
+
+def _check_sweep(resume: str | None, partial: bool, nproc: int | None) -> None:
+    if resume:
+        raise OptionError("--sweep goes on with what was interrupted by itself: leave out --resume")
+    if partial:
+        raise OptionError("--partial would give each run of a --sweep other shards: sweep over a complete cache")
+    if own_ranks(os.environ, nproc) != ALONE:
+        raise OptionError("--sweep trains each draft in one process: leave out --nproc (--jobs runs several drafts)")
 
 
 def go_on(words: Sequence[str], out: str) -> str:

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from cache.peers import whole
 from schemas.errors import TargetError
 from target.faults import reported
 from target.layers import final_norm
 from target.load import Target
-from target.parallel import storage_of, whole
+from target.parallel import storage_of
 
 # Float32 logits of a slice, two copies of which are alive at once. Every slice reads the whole head from memory, which for 64 MB
 # of logits is a tenth of the product's time on a CPU, for 16 MB a third; 256 MB fill a GPU.

@@ -64,14 +64,6 @@ def parallel_group(store: dist.Store, replica: int, member: int, tp: int, device
         dist.destroy_process_group()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A weight as one tensor, wherever its parts lie. Every process of the group must ask."""
-    if hasattr(tensor, "full_tensor"):
-        gathered: torch.Tensor = tensor.full_tensor()
-        return gathered
-    return tensor
-
-
 def storage_of(tensor: torch.Tensor) -> int:
     """The address of a weight's values here: the same for tied weights."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -64,8 +64,10 @@ def even_ends(width: int, piece: int) -> list[int]:
 
 
 @torch.inference_mode()
-def check_pieces(target: Target, prefill_chunk: int) -> None:
+def check_pieces(target: Target, prefill_chunk: int) -> float:
     """Compare pieces with the whole on a few tokens, and across each sliding window's edge; TargetError where they differ.
+
+    Returns the largest relative difference that it met: rounding.
 
     No forward sees more than the larger of `prefill_chunk` and 13 tokens: across an edge two ways of cutting are compared.
     """
@@ -77,6 +79,7 @@ def check_pieces(target: Target, prefill_chunk: int) -> None:
         cut = sorted({*cut, window - 2, window + 3, window + 7})
         if 3 <= window <= WIDEST_WINDOW and whole != cut:
             compared.append((width, whole, cut))
+    worst = 0.0
     for width, whole, cut in compared:
         ids_bm = (torch.arange(width, device=target.device) * 7919 + 11)[None] % target.config.vocab_size
         one_mH, other_mH = (
@@ -92,6 +95,8 @@ def check_pieces(target: Target, prefill_chunk: int) -> None:
                 f"(relative difference {error:.1e} on {width} tokens, rounding is {TOLERANCES[target.dtype]:.0e}); leave "
                 "the option out, and shorten long samples with --max-length"
             )
+        worst = max(worst, error)
+    return worst
 
 
 def _windows(config: Any) -> list[int]:

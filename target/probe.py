@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cache.peers import whole
 from schemas.errors import TargetError
 from target.faults import reported
 from target.head import HeadTraits
 from target.layers import tap_layers
 from target.load import Target
-from target.parallel import whole
 
 # Largest difference as a share of the largest value. Sequences of other lengths round differently, in bfloat16 visibly.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}

@@ -27,6 +27,7 @@ from safetensors.torch import save_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from train_fixtures import TARGET_CONFIG  # noqa: E402
 
+from cache.peers import whole  # noqa: E402
 from draft.shape import text_config  # noqa: E402
 from schemas.errors import DflashError, TrainFault  # noqa: E402
 from schemas.options import TrainOptions  # noqa: E402
@@ -36,7 +37,7 @@ from train import run as training  # noqa: E402
 from train.batch import read_batches  # noqa: E402
 from train.gradients import GradientSum  # noqa: E402
 from train.setup import prepare  # noqa: E402
-from train.sharding import like, whole  # noqa: E402
+from train.sharding import like  # noqa: E402
 from train.step import _taking_part, accumulate, take_window  # noqa: E402
 from train.stream import StreamState, stream  # noqa: E402
 from train.team import assemble  # noqa: E402

@@ -88,8 +88,8 @@ def test_any_number_of_processes_gives_the_same_bytes(driver, folder, target, da
     assert contents(out) == alone[0]
 
 
-def kill_and_go_on(driver, out, target, data, alone, kills: int, seed: int) -> None:
-    """Kill at random moments until `kills` have hit; every cache that gets finished is the uninterrupted one."""
+def kill_and_go_on(driver, out, target, data, alone, kills: int, seed: int) -> int:
+    """Kill at random moments until `kills` have hit; every cache that gets finished is the uninterrupted one. Returns the hits."""
     draw, hits, number = random.Random(seed), 0, 0
     while hits < kills:
         world = draw.choice([1, 2])
@@ -108,16 +108,17 @@ def kill_and_go_on(driver, out, target, data, alone, kills: int, seed: int) -> N
             number += 1
     assert driver.run(1, options)[0] == [0]
     assert contents(Path(options.out)) == alone[0]
+    return hits
 
 
 def test_killed_at_a_few_random_moments(driver, folder, target, data, alone):
-    kill_and_go_on(driver, folder / "few", target, data, alone, kills=6, seed=1)
+    assert kill_and_go_on(driver, folder / "few", target, data, alone, kills=6, seed=1) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_many_random_moments(driver, folder, target, data, alone, seed):
-    kill_and_go_on(driver, folder / f"many-{seed}", target, data, alone, kills=30, seed=100 + seed)
+    assert kill_and_go_on(driver, folder / f"many-{seed}", target, data, alone, kills=30, seed=100 + seed) == 30
 
 
 def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, alone):

@@ -200,11 +200,17 @@ def test_room_is_looked_for_before_the_target_is_loaded(folder, tmp_path, monkey
 
 
 def test_a_store_without_bounds_has_room_for_anything():
-    class Bucket:
-        def free_bytes(self) -> None:
-            return None
+    class Place:
+        def __init__(self, free: int | None) -> None:
+            self.free = free
+
+        def free_bytes(self) -> int | None:
+            return self.free
 
         def where(self) -> str:
             return "s3://bucket"
 
-    check_free(Bucket(), *needed_bytes(identity(), 1 << 30, 0))
+    needed, margin = needed_bytes(identity(), 1 << 30, 0)
+    with pytest.raises(OptionError, match="s3://bucket needs"):
+        check_free(Place(needed - 1), needed, margin)
+    assert all(check_free(Place(free), needed, margin) is None for free in (needed, None))

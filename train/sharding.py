@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cache.peers import whole
 from draft.model import Draft
 
 
@@ -28,11 +29,6 @@ def shard(draft: Draft, device: torch.device, world: int) -> None:
             part.set_gradient_divide_factor(1.0)
             # The other way is a product within the sum, which gloo has not.
             part.set_force_sum_reduction_for_comms(True)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor in full, wherever its parts lie; every rank must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_all(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:

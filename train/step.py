@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cache.head import TargetHead
+from cache.peers import whole
 from draft.model import Draft
 from schemas.options import LossOptions
 from train.batch import Batch
@@ -18,7 +19,6 @@ from train.loss import Measured
 from train.metrics import add_sums
 from train.objective import attach, base_weight, measure, states, total_loss
 from train.optim import Optimizers
-from train.sharding import whole
 from train.stream import MicroBatch
 from train.team import SOLO, Team
 

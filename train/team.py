@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cache.device import resolve_device
+from cache.peers import STAND_BY_SECONDS, lost_peer, meet
 from schemas.errors import Bystander, DflashError, Interrupted
 from schemas.ranks import ALONE, Ranks
 
@@ -28,8 +29,6 @@ HEAR_SECONDS = 2.0
 WATCH_SECONDS = 1.0
 # For a process to notice by itself that another has failed, before it is ended in the middle of waiting for it.
 LEAVE_SECONDS = 10.0
-# The launcher takes the first that ends for the one that failed.
-STAND_BY_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ def assemble(ranks: Ranks, device: str) -> Iterator[Team]:
     if ranks.world == 1:
         yield Team(ranks, resolve_device(device, ranks))
         return
-    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=10)))
-    store = dist.PrefixStore("train", store)
+    store = meet(ranks, "train")
     try:
         place = resolve_device(device, ranks)
         if place.index is not None:
@@ -140,13 +138,9 @@ def _reason(store: dist.Store, ranks: Ranks, fault: BaseException) -> str | None
     # Why another process made this one stop; None where the fault is its own, which the others are told then.
     if isinstance(fault, Bystander):
         return str(fault)
-    # The network's faults are RuntimeErrors, told apart only by their text.
-    text = str(fault).splitlines()[0][:120] if str(fault) else ""
-    lost = isinstance(fault, RuntimeError) and any(
-        word in text.lower() for word in ("gloo", "nccl", "connection", "store")
-    )
+    lost = lost_peer(fault)
     with suppress(RuntimeError):
-        if not lost and store.add(FAULTS, 1) == 1:
+        if lost is None and store.add(FAULTS, 1) == 1:
             what = str(fault) if isinstance(fault, DflashError) else type(fault).__name__
             store.set(FAILED, f"process {ranks.rank} stopped: {what}")
             return None
@@ -154,7 +148,7 @@ def _reason(store: dist.Store, ranks: Ranks, fault: BaseException) -> str | None
             why = str(store.get(FAILED).decode())
             store.add(HEARD, 1)
             return why
-    return f"another process is gone ({text}): go on with --resume"
+    return f"another process is gone ({lost}): go on with --resume"
 
 
 def _let_hear(store: dist.Store, ranks: Ranks) -> None:

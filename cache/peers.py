@@ -1,0 +1,36 @@
+"""Processes that work together: the store they meet in, a tensor that is spread over them, and what the end of one looks like."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from schemas.ranks import Ranks
+
+# A launcher takes the first that ends for the one that failed: whoever stops because of another waits so long.
+STAND_BY_SECONDS = 1.0
+MEETING = timedelta(minutes=10)
+
+
+def meet(ranks: Ranks, purpose: str) -> dist.Store:
+    """The key-value store that the processes have in common, by what their launcher put into the environment; one process has its own."""
+    if ranks.world == 1:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world, timeout=MEETING))
+    return dist.PrefixStore(purpose, store)
+
+
+def lost_peer(fault: BaseException) -> str | None:
+    """What the network says, in a line, where a fault is that of a process that is gone; None for any other fault."""
+    text = str(fault).splitlines()[0][:120] if str(fault) else ""
+    if isinstance(fault, (dist.DistNetworkError, dist.DistStoreError)):
+        return text
+    # The collectives' faults are plain RuntimeErrors, told apart only by their text.
+    words = ("gloo", "nccl", "connection")
+    return text if isinstance(fault, RuntimeError) and any(word in text.lower() for word in words) else None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor in full, wherever its parts lie; every process that holds one must ask."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
