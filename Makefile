@@ -37,7 +37,8 @@ test-slow: setup ## run the tests that take minutes
 bench: setup ## measure every stage, as ratios in the same run (on an otherwise idle machine)
 	$(BIN)/python benchmarks/reading.py
 	$(BIN)/python benchmarks/capturing.py
-	$(BIN)/python benchmarks/capturing.py --target wide --rows 60
+	$(BIN)/python benchmarks/capturing.py --rows 150 --turns 8
+	$(BIN)/python benchmarks/capturing.py --target wide --rows 40 --turns 8 --rounds 1
 	$(BIN)/python benchmarks/capture_memory.py
 	$(BIN)/python benchmarks/tokenising.py
 	$(BIN)/python benchmarks/objective.py
