@@ -121,6 +121,16 @@ def test_killed_at_many_random_moments(driver, folder, target, data, alone, seed
     assert kill_and_go_on(driver, folder / f"many-{seed}", target, data, alone, kills=30, seed=100 + seed) == 30
 
 
+def assert_same_to_rounding(whole, parts) -> None:
+    """The hidden states and the top-k of two caches of one plan."""
+    rows = whole.manifest.totals.shards * whole.manifest.identity.shard_tokens
+    torch.testing.assert_close(parts.hidden(0, rows, (0, 2)), whole.hidden(0, rows, (0, 2)), atol=2e-5, rtol=1e-5)
+    (ids, logprobs, rest), (part_ids, part_logprobs, part_rest) = whole.topk(0, rows), parts.topk(0, rows)
+    assert (ids != part_ids).float().mean() < 1e-3, "only ties change places"
+    torch.testing.assert_close(part_logprobs, logprobs, atol=8e-3, rtol=0)  # one unit of float16
+    torch.testing.assert_close(part_rest, rest, atol=1e-4, rtol=0)
+
+
 def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, alone):
     """tp=2, once as one copy of the target over two processes, once as two copies over four: equal to each other in bytes, to one process to rounding."""
     for world, out in ((2, folder / "tp"), (4, folder / "tp-twice")):
@@ -128,14 +138,26 @@ def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, al
     assert contents(folder / "tp") == contents(folder / "tp-twice")
     whole, parts = open_cache(str(folder / "alone")), open_cache(str(folder / "tp"))
     assert parts.manifest.identity.tp == 2
-    rows = whole.manifest.totals.shards * whole.manifest.identity.shard_tokens
-    torch.testing.assert_close(parts.hidden(0, rows, (0, 2)), whole.hidden(0, rows, (0, 2)), atol=2e-5, rtol=1e-5)
-    (ids, logprobs, rest), (part_ids, part_logprobs, part_rest) = whole.topk(0, rows), parts.topk(0, rows)
-    assert (ids != part_ids).float().mean() < 1e-3, "only ties change places"
-    torch.testing.assert_close(part_logprobs, logprobs, atol=8e-3, rtol=0)  # one unit of float16
-    torch.testing.assert_close(part_rest, rest, atol=1e-4, rtol=0)
+    assert_same_to_rounding(whole, parts)
     key = "target/head.safetensors"
     assert contents(folder / "tp")[key] == contents(folder / "alone")[key]
+
+
+def test_a_sharded_target_takes_long_samples_in_pieces(driver, folder, target, data, alone):
+    out = folder / "tp-pieces"
+    assert driver.run(2, options_for(target, data, out, tp=2, prefill_chunk=16))[0] == [0, 0]
+    assert_same_to_rounding(open_cache(str(folder / "alone")), open_cache(str(out)))
+
+
+def test_any_number_of_processes_appends_the_same_bytes(driver, folder, target, data):
+    more = write_jsonl(folder / "more.jsonl", shipped_rows(2 * ROWS)[ROWS - 1 :])
+    for world in (1, 2):
+        out = folder / f"grown-by-{world}"
+        assert driver.run(world, options_for(target, data, out))[0] == [0] * world
+        assert driver.run(world, options_for(target, more, out, append=True))[0] == [0] * world
+    assert contents(folder / "grown-by-1") == contents(folder / "grown-by-2")
+    totals = open_cache(str(folder / "grown-by-2")).manifest.totals
+    assert totals.samples == 2 * ROWS, "the row that both files hold is there once"
 
 
 def test_a_sharded_target_calibrates_together_and_all_processes_use_what_it_found(driver, folder, target, data):
