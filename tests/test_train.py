@@ -9,6 +9,8 @@ import yaml
 from safetensors.torch import load_file
 from train_fixtures import fingerprint, options, stable_lines, tensor_files, train_cache
 
+from cache import read as read_module
+from cache.plain import PlainReader
 from cache.read import open_cache
 from draft.accept import evaluate_cache
 from draft.files import load_draft
@@ -161,6 +163,17 @@ def test_training_learns(cache: str, tmp_path: Path, kind: str, name: str) -> No
 
 
 def test_a_run_repeats_to_the_bit(cache: str, tmp_path: Path, finished: Path) -> None:
+    train(options(), cache, str(tmp_path / "r"), False, Silent())
+    assert stable_lines(tmp_path / "r") == stable_lines(finished)
+    assert tensor_files(tmp_path / "r") == tensor_files(finished)
+
+
+def test_plain_zarr_gives_the_same_run_to_the_bit(cache: str, tmp_path: Path, finished: Path, monkeypatch) -> None:
+    def plain(store, specs, buffers):
+        return {spec.name: PlainReader(store, spec, buffers) for spec in specs}
+
+    monkeypatch.setattr(read_module, "_readers", plain)
+    assert len(open_cache(cache).notes) == len(open_cache(cache).arrays), "no array takes the fast path"
     train(options(), cache, str(tmp_path / "r"), False, Silent())
     assert stable_lines(tmp_path / "r") == stable_lines(finished)
     assert tensor_files(tmp_path / "r") == tensor_files(finished)
