@@ -28,10 +28,12 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     """The ranks that a launcher gave, or None where there is none: RANK and WORLD_SIZE, and LOCAL_RANK where it is set.
 
     srun starts processes without these; a job script exports RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS, and
-    SLURM_LOCALID stands for LOCAL_RANK. Raises OptionError for values that are no ranks.
+    SLURM_LOCALID stands for LOCAL_RANK. Raises OptionError for values that are no ranks, and for one of srun's several
+    processes that was given none.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     if not given:
+        _check_not_srun(environment)
         return None
     if len(given) == 1:
         # Taken for a process alone, each of several would do all of the work.
@@ -55,6 +57,15 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     if ranks.world > 1:
         _check_meeting_place(environment)
     return ranks
+
+
+def _check_not_srun(environment: Mapping[str, str]) -> None:
+    # Each of them would take itself for the only one and do all of the work.
+    if (tasks := environment.get("SLURM_STEP_NUM_TASKS", "1")) not in ("", "0", "1"):
+        raise OptionError(
+            f"srun started {tasks} processes and told none of them its rank: export RANK=$SLURM_PROCID "
+            "WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR and MASTER_PORT in each, or unset SLURM_STEP_NUM_TASKS where each is to work alone"
+        )
 
 
 def _check_meeting_place(environment: Mapping[str, str]) -> None:

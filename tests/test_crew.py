@@ -206,13 +206,14 @@ MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 
 
 def test_ranks_come_from_the_environment():
-    assert ranks_of({}) is None
+    assert ranks_of({}) is None and ranks_of({"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert ranks_of({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MEET}
     assert ranks_of(torchrun) == Ranks(5, 8, 1, 4)
     srun = {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1", **MEET}
     assert ranks_of(srun) == Ranks(5, 8, 1, 8)
     for wrong, rule in (
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}, "srun started 4 processes and told none of them its rank"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "not below"),
         ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
