@@ -16,10 +16,10 @@ THINKS, SAYS, BREAK = "<|channel|>analysis<|message|>", "<|channel|>final<|messa
 
 
 def answer_message(chat: Chat, answer: Sequence[int]) -> dict[str, Any]:
-    """An answer as a message of the conversation, without the end token."""
+    """An answer as a message of the conversation, without the end token. One that was cut while it thought has no content."""
     ids = list(answer[:-1] if answer and answer[-1] in chat.eos else answer)
     spelled = str(chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    if SAYS in spelled:
+    if SAYS in spelled or spelled.startswith(THINKS):
         thought, _, said = spelled.partition(SAYS)
         thinking = thought.partition(THINKS)[2].partition(BREAK)[0]
         return {"role": "assistant", "content": said} | ({"reasoning_content": thinking} if thinking else {})

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from template_fixtures import FAMILIES, GEMMA3, LLAMA31, SMOLLM2, Family, family_chat
 
 from capture.lines import BadRow, Line
+from capture.replies import answer_message
 from capture.samples import SampleRules, samples_of
 from target.chat import Chat, encode_texts, prompt_ids, render
 from target.turns import split_turns
@@ -214,6 +215,20 @@ def test_thinking_is_masked_where_asked(name):
         head = f"<|start|>assistant{FINAL}" if name == "gpt-oss" else ""
         end = {"gpt-oss": "<|return|>", "deepseek-v3": DSE}.get(name, E)
         assert own == f"{head}{answer}{end}"
+
+
+def test_an_answer_in_channels_is_a_message_that_renders_to_its_ids():
+    chat = chat_of(FAMILIES["gpt-oss"])
+    said = f"<|channel|>analysis<|message|>easy<|end|><|start|>assistant{FINAL}4<|return|>"
+    ids = encode_texts(chat.tokenizer, [said])[0]
+    message = answer_message(chat, ids)
+    assert message == {"role": "assistant", "content": "4", "reasoning_content": "easy"}
+    (sample,) = samples(chat, {"messages": [{"role": "user", "content": "2+2?"}, message]})
+    assert sample.input_ids[sample.loss_mask.astype(bool)].tolist() == ids
+    cut = answer_message(chat, encode_texts(chat.tokenizer, ["<|channel|>analysis<|message|>well, two and"])[0])
+    assert cut == {"role": "assistant", "content": "", "reasoning_content": "well, two and"}
+    quick = answer_message(chat, encode_texts(chat.tokenizer, [f"{FINAL}4<|return|>"])[0])
+    assert quick == {"role": "assistant", "content": "4"}
 
 
 def test_an_answer_cut_while_thinking_is_all_thinking():
