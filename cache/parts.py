@@ -44,7 +44,10 @@ def opened(paths: Sequence[str], out: str) -> list[Cache]:
     caches = [open_cache(path) for path in paths]
     first, files = caches[0], target_files(caches[0])
     for cache in caches[1:]:
-        if (difference := first_difference(first.manifest.identity, cache.manifest.identity)) is not None:
+        difference = first_difference(first.manifest.identity, cache.manifest.identity) or _masked_otherwise(
+            first, cache
+        )
+        if difference is not None:
             name, ours, theirs = difference
             raise CacheError(
                 f"{cache.path} was captured with {name} {theirs!r}, {first.path} with {ours!r}: only caches of the same settings can "
@@ -82,6 +85,12 @@ def target_files(cache: Cache) -> dict[str, str]:
             digest.update(piece)
         digests[key] = digest.hexdigest()
     return digests
+
+
+def _masked_otherwise(first: Cache, cache: Cache) -> tuple[str, object, object] | None:
+    # Older caches do not say; they kept it.
+    ours, theirs = (each.manifest.record.get("reasoning", "keep") for each in (first, cache))
+    return None if ours == theirs else ("reasoning", ours, theirs)
 
 
 def _short(digest: str | None) -> str:

@@ -200,6 +200,12 @@ def rewrite_manifest(path: Path, **identity: object) -> None:
     (path / "zarr.json").write_text(json.dumps(document))
 
 
+def rewrite_record(path: Path, **record: str) -> None:
+    document = json.loads((path / "zarr.json").read_text())
+    document["attributes"]["dflash"]["record"] |= record
+    (path / "zarr.json").write_text(json.dumps(document))
+
+
 def rewrite_array(path: Path) -> None:
     document = json.loads((path / "hidden/2/zarr.json").read_text())
     document["attributes"]["channels"] = [1, 2]
@@ -211,6 +217,7 @@ def rewrite_array(path: Path) -> None:
     [
         (lambda p: rewrite_manifest(p, mask_token_id=38), r"b was captured with mask_token_id 38, .*a with 39"),
         (lambda p: rewrite_manifest(p, max_length=32), r"max_length 32, .* with 64: only caches of the same settings"),
+        (lambda p: rewrite_record(p, reasoning="mask"), r"b was captured with reasoning 'mask', .*a with 'keep'"),
         (
             lambda p: (p / "target/config.json").write_text("{}"),
             r"target/config.json has sha256 44136fa355b3678a, .*same target",
