@@ -43,7 +43,7 @@ def learner_and_batch() -> tuple[Learner, Batch]:
     draw = torch.Generator().manual_seed(0)
     draft = new_draft(parse(DraftConfig, CONFIG, "benchmark", DraftError), draw)
     embed = torch.randn(VOCAB, HIDDEN, generator=draw) * 0.02
-    optimizers = make_optimizers(dict(draft.named_parameters()), OptimOptions())
+    optimizers = make_optimizers(dict(draft.named_parameters()), OptimOptions(name="adamw"))
     learner = Learner(
         draft, TargetHead(embed, embed), optimizers, LossOptions(), 1.0, 0, torch.device("cpu"), torch.float32
     )

@@ -38,7 +38,7 @@ def work(rank: int, world: int, port: int, steps: int, spread: bool, answer: "Qu
         learner = replace(learner, team=team)
         if world > 1 and spread:
             shard(learner.draft, team.device, world)
-            optimizers = make_optimizers(dict(learner.draft.named_parameters()), OptimOptions())
+            optimizers = make_optimizers(dict(learner.draft.named_parameters()), OptimOptions(name="adamw"))
             learner = replace(learner, optimizers=optimizers)
         elif world > 1:
             learner = replace(learner, gradient_sum=GradientSum(list(learner.optimizers.parameters.values())))

@@ -122,7 +122,7 @@ def learner_of(kind: type[Draft]) -> Learner:
     """A draft of one kind or the other with the same weights, and its optimizer."""
     draft = kind(config())
     draft.load_state_dict(new_draft(config(), torch.Generator().manual_seed(0)).state_dict())
-    optimizers = make_optimizers(dict(draft.named_parameters()), OptimOptions())
+    optimizers = make_optimizers(dict(draft.named_parameters()), OptimOptions(name="adamw"))
     return Learner(
         draft, head(), optimizers, LossOptions(gamma=GAMMA), 1.0, MASK, torch.device("cpu"), torch.float32
     )  # fmt: skip

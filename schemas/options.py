@@ -173,8 +173,10 @@ class DataOptions(Strict):
 class OptimOptions(Strict):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon for the matrices, AdamW for the rest")
-    lr: float = Field(6e-4, gt=0, description="highest learning rate")
+    name: Literal["adamw", "muon"] = Field("muon", description="muon: Muon for the matrices, AdamW for the rest")
+    lr: float | None = Field(
+        None, gt=0, description="highest learning rate; null: 1e-2 with muon, the published 6e-4 with adamw"
+    )
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's decay of the gradient's mean and square")
     weight_decay: float = Field(0.0, ge=0, description="of everything with two dimensions")
     warmup: float = Field(

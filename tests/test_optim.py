@@ -33,7 +33,7 @@ def run(optimizers: Optimizers, steps: int, lr: float, seed: int = 1) -> None:
 
 
 def test_adamw_is_the_published_update_and_only_matrices_and_tables_decay() -> None:
-    options = OptimOptions(weight_decay=0.1, betas=(0.8, 0.9))
+    options = OptimOptions(name="adamw", weight_decay=0.1, betas=(0.8, 0.9))
     trained, lr = parameters(), 0.01
     expected = {name: p.detach().double().clone() for name, p in trained.items()}
     run(make_optimizers(trained, options), 3, lr)
@@ -54,7 +54,7 @@ def test_adamw_is_the_published_update_and_only_matrices_and_tables_decay() -> N
 def test_muon_turns_matrices_by_an_orthogonal_step_of_adamws_size_and_leaves_the_rest_to_adamw() -> None:
     before, muon, adamw = parameters(), parameters(), parameters()
     run(make_optimizers(muon, OptimOptions(name="muon")), 1, 0.01)
-    run(make_optimizers(adamw, OptimOptions()), 1, 0.01)
+    run(make_optimizers(adamw, OptimOptions(name="adamw")), 1, 0.01)
     for name, start in before.items():
         step = (muon[name] - start).detach()
         if name in ("fc.weight", "layers.0.mlp.up_proj.weight"):
@@ -86,11 +86,11 @@ def test_state_goes_there_and_back_bit_for_bit(name: str) -> None:
 def test_state_of_another_draft_is_refused() -> None:
     state = {"exp_avg/fc.weight": torch.zeros(3, 3)}
     with pytest.raises(DraftError, match=r"exp_avg/fc.weight \[3, 3\]"):
-        make_optimizers(parameters(), OptimOptions()).load(state, "step-000010")
+        make_optimizers(parameters(), OptimOptions(name="adamw")).load(state, "step-000010")
 
 
 def test_clipping_scales_all_gradients_by_their_common_norm() -> None:
-    optimizers = make_optimizers(parameters(), OptimOptions())
+    optimizers = make_optimizers(parameters(), OptimOptions(name="adamw"))
     for parameter in optimizers.parameters.values():
         parameter.grad = torch.full_like(parameter, 2.0)
     count = sum(p.numel() for p in optimizers.parameters.values())

@@ -9,6 +9,7 @@ from schemas.errors import OptionError
 from schemas.options import RunOptions, TrainOptions
 from schemas.strict import parse
 from train.objective import resolve_gamma
+from train.optim import highest_rate
 from train.resolve import KINDS_OF
 
 
@@ -40,7 +41,9 @@ def test_it_shows_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed("--draft", "dflash2", "--set", "data.sources={a.jsonl: 2}", "--set", "optim.lr=1e-3", capsys=capsys)
     options = parse(TrainOptions, yaml.safe_load(out), "x", OptionError)
     assert (options.draft.kind, options.data.sources, options.optim.lr) == ("dflash2", {"a.jsonl": 2.0}, 0.001)
-    assert "default 0.0006" in out
+    assert "null: 1e-2 with muon, the published 6e-4 with adamw <number, above 0, or null; default null>" in " ".join(
+        out.replace("#", "").split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,12 +66,8 @@ def test_allowed_values_are_the_schemas(group: str, name: str, words: str) -> No
 def test_the_defaults_are_the_published_hyper_parameters() -> None:
     options = TrainOptions()
     assert (options.draft.block_size, options.draft.num_layers, options.data.anchors) == (16, 5, 512)
-    assert (options.optim.lr, options.optim.betas, options.optim.warmup, options.optim.clip) == (
-        6e-4,
-        (0.9, 0.95),
-        0.04,
-        1.0,
-    )
+    assert (options.optim.betas, options.optim.warmup, options.optim.clip) == ((0.9, 0.95), 0.04, 1.0)
+    assert highest_rate(options.optim.model_copy(update={"name": "adamw"})) == 6e-4
     assert resolve_gamma(options.loss, 16) == 7 and resolve_gamma(options.loss, 8) == 4
 
 

@@ -93,7 +93,7 @@ def options(**groups: dict[str, Any]) -> TrainOptions:
             "conv_group_size": 4,
         },
         "data": {"batch_tokens": 60, "anchors": 6},
-        "optim": {"lr": 1e-2},
+        "optim": {"name": "adamw", "lr": 1e-2},
         "run": {"device": "cpu", "steps": 14, "log_every": 4, "checkpoint_every": 3, "keep": 20, "eval_every": 0},
     }
     merged = {name: small.get(name, {}) | groups.get(name, {}) for name in small.keys() | groups.keys()}

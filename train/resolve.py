@@ -11,6 +11,7 @@ from schemas.options import RunOptions, TrainOptions
 from schemas.ranks import ALONE, Ranks
 from schemas.say import Say
 from train.objective import resolve_gamma
+from train.optim import highest_rate
 
 DEFAULT_EPOCHS = 6
 AVAILABLE = ("dflash", "dflash2")
@@ -50,7 +51,8 @@ def resolve_options(options: TrainOptions, identity: Identity, say: Say, ranks: 
     }
     run = options.run.model_copy(update=resolved)
     loss = options.loss.model_copy(update={"gamma": resolve_gamma(options.loss, options.draft.block_size)})
-    return options.model_copy(update={"run": run, "loss": loss})
+    optim = options.optim.model_copy(update={"lr": highest_rate(options.optim)})
+    return options.model_copy(update={"run": run, "loss": loss, "optim": optim})
 
 
 def resolve_layers(asked: Sequence[int] | None, identity: Identity) -> tuple[int, ...]:
