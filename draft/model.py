@@ -4,7 +4,6 @@ T packed tokens, L captured layers, H hidden, N blocks, B block size, K key-valu
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ class ContextStates(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of a block over its context and itself, with per-head norms of queries and keys."""
+    """The projections of grouped-query attention, with per-head norms of queries and keys; the scores are `attend`'s."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -56,11 +55,9 @@ class Attention(nn.Module):
         key, value = (layer(states).unflatten(-1, (-1, self.head_dim)) for layer in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(key), *angles), value
 
-    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair, attend: Attend) -> Tensor:
-        """[N, B, H] -> [N, B, H]; `context` holds keys and values [T, K, D]."""
-        query = rotate(self.q_norm(self.q_proj(states_NBH).unflatten(-1, (-1, self.head_dim))), *angles)
-        output: Tensor = self.o_proj(attend(query, self.key_value(states_NBH, angles), context))
-        return output
+    def query(self, states: Tensor, angles: Pair) -> Tensor:
+        """Queries (normed, rotated) [..., A, D] of states [..., H]."""
+        return rotate(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))), *angles)
 
 
 class MLP(nn.Module):
@@ -95,34 +92,68 @@ class Layer(nn.Module):
             self.attention_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
             self.mlp_conv = BlockConvolution(config.hidden_size, own.conv_kernel_size, own.conv_group_size)
 
-    def forward(self, states_NBH: Tensor, angles: Pair, context: Pair | ContextStates, attend: Attend) -> Tensor:
+    def forward(
+        self, states_NBH: Tensor, angles: Pair, context: Pair | ContextStates, attend: Attend, halves: "Halves"
+    ) -> Tensor:
         """[N, B, H] -> [N, B, H], residuals included."""
-        if isinstance(context, ContextStates):
-            context = self.self_attn.key_value(*context)
-        attention = partial(self.self_attn, angles=angles, context=context, attend=attend)
-        states_NBH = states_NBH + _between(self.attention_conv, attention, self.input_layernorm(states_NBH))
-        return states_NBH + _between(self.mlp_conv, self.mlp, self.post_attention_layernorm(states_NBH))
+        inputs, after = halves.before(self, states_NBH, angles, context)
+        return halves.after(self, states_NBH, attend(*inputs), after)
 
 
-def _between(convolution: BlockConvolution | None, sublayer: Callable[[Tensor], Tensor], normed_NBH: Tensor) -> Tensor:
+class Halves(NamedTuple):
+    """What a layer computes before and after its scores: `before_attention` and `after_attention`, or the same compiled."""
+
+    before: Callable[[Layer, Tensor, Pair, Pair | ContextStates], tuple[tuple[Tensor, Pair, Pair], Tensor | None]]
+    after: Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def before_attention(
+    layer: Layer, states_NBH: Tensor, angles: Pair, context: Pair | ContextStates
+) -> tuple[tuple[Tensor, Pair, Pair], Tensor | None]:
+    """What the scores are made of (query, own keys and values, the context's), and what the convolution after them needs."""
+    attention = layer.self_attn
+    if isinstance(context, ContextStates):
+        context = attention.key_value(*context)
+    normed_NBH, after = _enter(layer.attention_conv, layer.input_layernorm(states_NBH))
+    return (attention.query(normed_NBH, angles), attention.key_value(normed_NBH, angles), context), after
+
+
+def after_attention(layer: Layer, states_NBH: Tensor, attended: Tensor, after: Tensor | None) -> Tensor:
+    """The layer's output [N, B, H], of its input and of what attention gave [N, B, A * D]."""
+    states_NBH = states_NBH + _leave(layer.attention_conv, layer.self_attn.o_proj(attended), after)
+    normed_NBH, after = _enter(layer.mlp_conv, layer.post_attention_layernorm(states_NBH))
+    return states_NBH + _leave(layer.mlp_conv, layer.mlp(normed_NBH), after)
+
+
+def _enter(convolution: BlockConvolution | None, normed_NBH: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A sublayer's input, and the deltas of the convolution of its output."""
     if convolution is None:
-        return sublayer(normed_NBH)
+        return normed_NBH, None
     before, after = convolution.deltas(normed_NBH)
-    return convolution.convolve(sublayer(convolution.convolve(normed_NBH, before, 0)), after, 1)
+    return convolution.convolve(normed_NBH, before, 0), after
+
+
+def _leave(convolution: BlockConvolution | None, output_NBH: Tensor, after: Tensor | None) -> Tensor:
+    return output_NBH if convolution is None or after is None else convolution.convolve(output_NBH, after, 1)
+
+
+EAGER = Halves(before_attention, after_attention)
 
 
 class Draft(nn.Module):
     """The whole draft. Its state dict has exactly the keys of the published layout (docs/design.md, section 5).
 
-    `attention` says how scores are computed, not what they are: by the exact split, or by flex attention's kernel on CUDA.
+    `attention` says how scores are computed, not what they are: by the exact split, or by flex attention's kernel on CUDA; `halves`
+    how the layers compute the rest.
     """
 
     attention: Literal["split", "flex"]
+    halves: Halves
 
     def __init__(self, config: DraftConfig) -> None:
         """Parameters are not initialised: `new_draft` draws them, `draft.files.load_draft` reads them."""
         super().__init__()
-        self.attention = "split"
+        self.attention, self.halves = "split", EAGER
         if config.hidden_act not in ACTIVATIONS:
             raise DraftError(
                 f"hidden_act {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}: choose another target"
@@ -170,7 +201,7 @@ class Draft(nn.Module):
         states_NBH = embeds_NBH.to(self.fc.weight.dtype)
         attends = {window: self._attend(layout, window) for window in set(self.config.windows)}
         for layer, window, pair in zip(self.layers, self.config.windows, context, strict=True):
-            states_NBH = layer(states_NBH, angles, pair, attends[window])
+            states_NBH = layer(states_NBH, angles, pair, attends[window], self.halves)
         output: Tensor = self.norm(states_NBH)
         return output
 

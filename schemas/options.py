@@ -219,7 +219,14 @@ class RunOptions(Strict):
         False,
         description="spread weights, gradients and optimizer state over the ranks, for drafts that need it (FSDP2)",
     )
-    compile: bool = Field(False, description="torch.compile")
+    compile: bool = Field(
+        False,
+        description="compile the draft's layers before training (torch.compile; on a CPU it takes a C++ compiler): the same results",
+    )
+    float8: bool = Field(
+        False,
+        description="products of the draft's layers in float8, on CUDA of compute capability 8.9 or higher (torchao, an extra)",
+    )
     eval_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="steps between evaluations on held-out samples; 0: never; auto: as checkpoint_every, where samples are held out",

@@ -9,7 +9,7 @@ import torch
 from cache.read import Cache
 from draft.accept import PACKED_TOKENS, Pack, evaluate_pack, report_of
 from train.batch import read_samples
-from train.sharding import whole_draft
+from train.sharding import plain_draft
 from train.step import Learner
 from train.team import SOLO, Team
 
@@ -26,7 +26,7 @@ def val_line(learner: Learner, cache: Cache, rows: Sequence[int], team: Team = S
     low = learner.precision != torch.float32
     packs = _packs(cache, rows)
     mine: list[Pack] = []
-    draft = whole_draft(learner.draft, learner.device)
+    draft = plain_draft(learner.draft, learner.device)
     with torch.autocast(learner.device.type, learner.precision, enabled=low):
         for names, spans in packs[team.ranks.rank :: team.world]:
             samples = read_samples(cache, spans).to(learner.device)

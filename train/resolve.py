@@ -86,8 +86,6 @@ def _check_kind(options: TrainOptions, say: Say) -> None:
         raise OptionError(f"loss.prefix 'variable' is for kind dflash, not {kind}: use loss.prefix=fixed")
     if loss.distill:
         raise OptionError("loss.distill is not available in this version yet: leave it false")
-    if options.run.compile:
-        raise OptionError("run.compile is not available in this version yet: leave it false")
     defaults, given = TrainOptions().model_dump(), options.model_dump()
     for key, kinds in KINDS_OF.items():
         group, name = key.split(".")

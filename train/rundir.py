@@ -26,7 +26,7 @@ PACKAGES = ("dflash-pipeline", "torch", "transformers", "numpy")
 # What a run may change when it goes on: how long, where, and what it says; everything else would make it another run.
 FREE = frozenset(
     {
-        *("steps", "epochs", "device", "shard", "eval_every", "eval_share", "patience", "export"),
+        *("steps", "epochs", "device", "shard", "compile", "eval_every", "eval_share", "patience", "export"),
         *("log_every", "checkpoint_every", "keep"),
     }
 )

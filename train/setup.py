@@ -17,6 +17,7 @@ from schemas.options import TrainOptions
 from schemas.say import Say
 from train.batch import Draw, first_anchor
 from train.checkpoint import TrainState
+from train.compiling import compile_layers
 from train.data import open_data
 from train.gradients import GradientSum
 from train.heldout import HeldOut, choose_held_out, planned_blocks
@@ -101,6 +102,9 @@ def prepare(
         before, ranks = read_options(run), read_provenance(run).ranks
         _say_new_step(options, team.world, before, ranks, say)
         say_new_length(start.step, _length(before, order, ranks, start), length(start), options.optim, say)
+    if options.run.compile:
+        say.note("compiling the draft's layers (run.compile)")
+        compile_layers(learner, options.optim.accumulate)
     _agree(team, options, provenance, start)
     if team.first:
         clear_after(run, start.step, say)

@@ -41,14 +41,15 @@ def whole_all(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     return found
 
 
-def whole_draft(draft: Draft, device: torch.device) -> Draft:
-    """The draft itself, or where it is spread a copy that is not; every rank must ask."""
-    if not isinstance(draft, FSDPModule):
-        return draft
-    copy = Draft(draft.config)
-    copy.attention = draft.attention
-    copy.load_state_dict({name: whole(tensor) for name, tensor in draft.state_dict().items()})
-    return copy.to(device)
+def plain_draft(draft: Draft, device: torch.device) -> Draft:
+    """The same weights in a draft that is neither spread, compiled nor converted to float8: as it will be served.
+
+    What is not spread is shared, not copied. Every rank must ask.
+    """
+    plain = Draft(draft.config)
+    plain.attention = draft.attention
+    plain.load_state_dict({name: whole(tensor) for name, tensor in draft.state_dict().items()}, assign=True)
+    return plain.to(device)
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:

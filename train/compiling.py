@@ -1,0 +1,59 @@
+"""`run.compile`: the draft's layers compiled before the first step, on a batch of which nothing stays.
+
+So a machine that cannot compile is known before training starts, no step waits for the compiler, and the kernels do not depend on
+which batch came first: a resumed run computes with those of the uninterrupted one.
+"""
+
+import torch
+
+from draft.blocks import PackedSamples, make_blocks
+from draft.compiled import compiled_halves
+from schemas.errors import OptionError
+from train.batch import Batch
+from train.step import Learner, batch_states
+from train.stream import MicroBatch, StreamState
+
+# What the compiler takes for usual lengths. No two sizes of a batch are equal: it would take them for one.
+BLOCKS, TOKENS = 65, 521
+
+
+def compile_layers(learner: Learner, accumulate: int, backend: str = "inductor") -> None:
+    """Compile the layers of a draft, in place; its parameters keep their names. Every rank must do it.
+
+    `accumulate` is the number of micro-batches of a step. Raises OptionError where the compiler cannot run.
+    """
+    # It takes seconds to import.
+    from torch._dynamo.exc import TorchDynamoException
+
+    draft = learner.draft
+    draft.halves = compiled_halves(backend)
+    batch = _rehearsal(learner)
+    try:
+        batch_states(learner, batch).sum().backward()  # type: ignore[no-untyped-call]
+        # All micro-batches of a step but one are measured without a graph where there is a selector.
+        if draft.candidate_selector is not None and accumulate > 1:
+            with torch.no_grad():
+                batch_states(learner, batch)
+    except TorchDynamoException as fault:
+        raise OptionError(_reason(fault, learner.device)) from fault
+    finally:
+        draft.zero_grad(set_to_none=True)
+
+
+def _rehearsal(learner: Learner) -> Batch:
+    config = learner.draft.config
+    hidden_TLH = torch.zeros(TOKENS, len(config.dflash_config.target_layer_ids), config.hidden_size)
+    ids_T = torch.zeros(TOKENS, dtype=torch.int64)
+    samples = PackedSamples(ids_T, torch.ones(TOKENS, dtype=torch.bool), hidden_TLH, (TOKENS,))
+    blocks = make_blocks(samples, torch.arange(1, BLOCKS + 1), config.block_size)
+    return Batch(MicroBatch(0, (), StreamState(), False), samples, blocks, 0).to(learner.device)
+
+
+def _reason(fault: Exception, device: torch.device) -> str:
+    # The first line names the fault; what a compiler had to say stands far below its command.
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    said = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
+    needs = "a C++ compiler (g++, or what CXX names)" + (" and Triton" if device.type == "cuda" else "")
+    return (
+        f"run.compile=true: torch.compile does not run here ({said[:300]}): install {needs}, or leave run.compile false"
+    )
