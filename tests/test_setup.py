@@ -46,6 +46,7 @@ def test_defaults_that_were_taken_are_said(cache: str, tmp_path: Path) -> None:
         ({"run": {"layers": (1,)}}, CacheError, "layer 1 is not in the cache: choose among 0, 2, 3"),
         ({"run": {"layers": ()}}, OptionError, "no layers given"),
         ({"run": {"attention": "flex"}}, OptionError, "run.attention=flex needs a CUDA device, and the run is on cpu"),
+        ({"run": {"float8": True}}, OptionError, "run.float8=true needs a CUDA device .*, and the run is on cpu"),
         ({"run": {"device": "cuda:99"}}, OptionError, "cuda:99"),
         ({"run": {"device": "gpu"}}, OptionError, "'gpu' is not available"),
         ({"loss": {"distill": True}}, OptionError, "loss.distill"),

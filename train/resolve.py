@@ -10,6 +10,7 @@ from schemas.manifest import Identity
 from schemas.options import RunOptions, TrainOptions
 from schemas.ranks import ALONE, Ranks
 from schemas.say import Say
+from train.float8 import check_float8
 from train.objective import resolve_gamma
 from train.optim import highest_rate
 
@@ -50,6 +51,8 @@ def resolve_options(options: TrainOptions, identity: Identity, say: Say, ranks: 
         "epochs": _epochs(options.run, say),
     }
     run = options.run.model_copy(update=resolved)
+    if run.float8:
+        check_float8(device, run.precision)
     loss = options.loss.model_copy(update={"gamma": resolve_gamma(options.loss, options.draft.block_size)})
     optim = options.optim.model_copy(update={"lr": highest_rate(options.optim)})
     return options.model_copy(update={"run": run, "loss": loss, "optim": optim})

@@ -19,6 +19,7 @@ from train.batch import Draw, first_anchor
 from train.checkpoint import TrainState
 from train.compiling import compile_layers
 from train.data import open_data
+from train.float8 import TILE, to_float8
 from train.gradients import GradientSum
 from train.heldout import HeldOut, choose_held_out, planned_blocks
 from train.optim import make_optimizers
@@ -86,7 +87,7 @@ def prepare(
     options = _with_rate(options, cache, order, say)
     held_out = choose_held_out(options, cache, order, weights, say, team.world)
     options = options.model_copy(update={"run": options.run.model_copy(update={"eval_every": held_out.every})})
-    learner = _learner(options, cache, team)
+    learner = _learner(options, cache, team, say)
     run, provenance = Path(out), provenance_of(cache, cache_path, shards, team.world)
 
     def length(state: TrainState) -> int:
@@ -113,7 +114,7 @@ def prepare(
     return Job(run, options, cache, learner, order, draw, held_out, length(start), start, team)
 
 
-def _learner(options: TrainOptions, cache: Cache, team: Team) -> Learner:
+def _learner(options: TrainOptions, cache: Cache, team: Team, say: Say) -> Learner:
     identity = cache.manifest.identity
     config = draft_config(cache.target_config, identity, cache.layers, options.draft)
     device = resolve_device(options.run.device, team.ranks)
@@ -121,6 +122,10 @@ def _learner(options: TrainOptions, cache: Cache, team: Team) -> Learner:
     # A generator takes 64 bits; the seed may be any integer.
     draft = new_draft(config, torch.Generator().manual_seed(options.data.seed % 2**63)).to(device)
     draft.attention = "flex" if options.run.attention == "flex" else "split"
+    if options.run.float8:
+        taken, left = to_float8(draft)
+        odd = f", not those whose sizes are no multiples of {TILE}: {', '.join(left)}" if left else ""
+        say.note(f"{len(taken)} products of the layers in float8{odd}")
     sharded = options.run.shard and team.world > 1
     if sharded:
         shard(draft, device, team.world)
