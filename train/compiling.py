@@ -10,7 +10,8 @@ from draft.blocks import PackedSamples, make_blocks
 from draft.compiled import compiled_halves
 from schemas.errors import OptionError
 from train.batch import Batch
-from train.step import Learner, batch_states
+from train.step import Learner
+from train.step import accumulate as gradients_of
 from train.stream import MicroBatch, StreamState
 
 # What the compiler takes for usual lengths. No two sizes of a batch are equal: it would take them for one.
@@ -25,19 +26,17 @@ def compile_layers(learner: Learner, accumulate: int, backend: str = "inductor")
     # It takes seconds to import.
     from torch._dynamo.exc import TorchDynamoException
 
-    draft = learner.draft
-    draft.halves = compiled_halves(backend)
-    batch = _rehearsal(learner)
+    learner.draft.halves = compiled_halves(backend)
+    # As a step does it: all its micro-batches but one may be measured without a graph. Spread weights end as they were.
+    window = [_rehearsal(learner)] * min(accumulate, 2)
     try:
-        batch_states(learner, batch).sum().backward()  # type: ignore[no-untyped-call]
-        # All micro-batches of a step but one are measured without a graph where there is a selector.
-        if draft.candidate_selector is not None and accumulate > 1:
-            with torch.no_grad():
-                batch_states(learner, batch)
+        gradients_of(learner, window)
+        if learner.gradient_sum is not None:
+            learner.gradient_sum.finish()
     except TorchDynamoException as fault:
         raise OptionError(_reason(fault, learner.device)) from fault
     finally:
-        draft.zero_grad(set_to_none=True)
+        learner.draft.zero_grad(set_to_none=True)
 
 
 def _rehearsal(learner: Learner) -> Batch:

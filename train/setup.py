@@ -103,10 +103,11 @@ def prepare(
         before, ranks = read_options(run), read_provenance(run).ranks
         _say_new_step(options, team.world, before, ranks, say)
         say_new_length(start.step, _length(before, order, ranks, start), length(start), options.optim, say)
+    _agree(team, options, provenance, start)
     if options.run.compile:
         say.note("compiling the draft's layers (run.compile)")
         compile_layers(learner, options.optim.accumulate)
-    _agree(team, options, provenance, start)
+        team.wait()
     if team.first:
         clear_after(run, start.step, say)
         write_run(run, options, provenance)

@@ -172,13 +172,13 @@ class _Part:
 
 def _measure(learner: Learner, batch: Batch, graph: bool) -> _Part:
     with torch.set_grad_enabled(graph):
-        hidden_NBH = batch_states(learner, batch)
+        hidden_NBH = _states(learner, batch)
     measured = measure(learner.draft, learner.head, batch.samples, batch.blocks, learner.loss, hidden_NBH)
     return _Part(measured, hidden_NBH if graph else None)
 
 
 def _backward(learner: Learner, batch: Batch, part: _Part, denominators: Mapping[str, float], *, last: bool) -> None:
-    hidden_NBH = batch_states(learner, batch) if part.hidden_NBH is None else part.hidden_NBH
+    hidden_NBH = _states(learner, batch) if part.hidden_NBH is None else part.hidden_NBH
     sums = attach(part.measured, hidden_NBH, batch.samples, batch.blocks)
     if last and learner.gradient_sum is not None:
         selector = learner.draft.candidate_selector
@@ -188,8 +188,7 @@ def _backward(learner: Learner, batch: Batch, part: _Part, denominators: Mapping
     total_loss(sums, denominators, learner.loss).backward()  # type: ignore[no-untyped-call]
 
 
-def batch_states(learner: Learner, batch: Batch) -> Tensor:
-    """The draft's hidden states [N, B, H] of a batch, in the precision of training."""
+def _states(learner: Learner, batch: Batch) -> Tensor:
     with _autocast(learner):
         return states(learner.draft, learner.head, batch.samples, batch.blocks, learner.mask_token_id)
 
