@@ -27,7 +27,9 @@ def _compiled(half: Callable[..., Any], backend: str) -> Callable[..., Any]:
     own = FunctionType(half.__code__.replace(), half.__globals__, half.__name__)
     # Deterministic: no kernel is chosen by a stopwatch, so a resumed run computes with the same ones.
     choices: dict[str, Any] | None = {"deterministic": True} if backend == "inductor" else None
-    fast = torch.compile(own, backend=backend, options=choices, fullgraph=True)
+    # Not dynamic but for the axes marked below: else what another draft was compiled for, even in an earlier process, would make more of
+    # the sizes vary.
+    fast = torch.compile(own, backend=backend, options=choices, dynamic=False, fullgraph=True)
 
     def call(*arguments: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
