@@ -1,5 +1,7 @@
 """`run.compile`: the numbers, names and files of a run that is not compiled, and no end of compiling is no option."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from train.stream import MicroBatch, StreamState
 # Index rows of the micro-batches of a step; the last has no anchor.
 STEPS: list[list[tuple[int, ...]]] = [[(0, 1), (2,)], [(4, 5, 6), (8, 9)], [(10,), (12, 13, 14)], [(1, 2), (6,)]]
 MASKS = {6: [0, 1]}
+
+compiler = pytest.mark.skipif(
+    not (os.environ.get("CXX") or shutil.which("g++")), reason="there is no C++ compiler here"
+)
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +102,13 @@ def test_another_draft_in_the_process_does_not_use_up_the_graphs_of_this_one(cac
             one_step(job, batches_of(job, STEPS[0]))
 
 
+@compiler
 def test_a_compiled_step_is_the_step(cache: str, tmp_path: Path) -> None:
     assert check_steps(cache, tmp_path / "r", "dflash", 1, "inductor") == 2
 
 
 @pytest.mark.slow
+@compiler
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
 def test_a_compiled_step_is_the_step_for_every_kind(cache: str, tmp_path: Path, kind: str) -> None:
     check_steps(cache, tmp_path / "r", kind, 2, "inductor")
@@ -111,6 +119,7 @@ def compiled_run(cache: str, out: Path, resume: bool = False, **groups: Any) -> 
     train(chosen, cache, str(out), resume, Silent())
 
 
+@compiler
 def test_a_compiled_run_has_the_files_of_the_other_and_resumes_to_the_same_bits(cache: str, tmp_path: Path) -> None:
     compiled_run(cache, tmp_path / "whole")
     train(options(draft={"kind": "dflash"}, run={"eval_every": 5}), cache, str(tmp_path / "eager"), False, Silent())
@@ -151,6 +160,7 @@ def test_a_machine_without_a_compiler_is_told_so_before_anything_is_written(
 
 
 @pytest.mark.slow
+@compiler
 @pytest.mark.parametrize("shard", [False, True])
 def test_ranks_train_a_compiled_draft_as_one_does(
     driver: Driver, uneven_cache: str, alone: dict[str, Path], tmp_path: Path, shard: bool
