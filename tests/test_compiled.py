@@ -102,11 +102,6 @@ def test_another_draft_in_the_process_does_not_use_up_the_graphs_of_this_one(cac
             one_step(job, batches_of(job, STEPS[0]))
 
 
-@compiler
-def test_a_compiled_step_is_the_step(cache: str, tmp_path: Path) -> None:
-    assert check_steps(cache, tmp_path / "r", "dflash", 1, "inductor") == 2
-
-
 @pytest.mark.slow
 @compiler
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
