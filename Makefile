@@ -8,13 +8,13 @@ DFLASH := $(BIN)/dflash
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow bench bench-cache bench-codecs lint demo demo-smollm2 clean
+.PHONY: help setup test test-slow bench bench-cache bench-codecs bench-codec-ideas lint demo demo-smollm2 clean
 .DELETE_ON_ERROR:
 # The stages use every core themselves.
 .NOTPARALLEL:
 
 help: ## this list
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(VENV)/installed ## make .venv with everything at the versions of constraints.txt, and the inventors' runtime for the tests
 
@@ -51,6 +51,13 @@ bench-cache: setup ## measure reading and writing a cache, as ratios in the same
 
 bench-codecs: work/demo/answers.jsonl ## train from every codec with three seeds and decode: what each costs (hours)
 	$(BIN)/python benchmarks/codecs.py
+
+# Both demonstrations' drafts are made first where they are not there: an hour more.
+bench-codec-ideas: $(foreach demo,demo smollm2,work/$(demo)/dflash2/draft/model.safetensors) ## what was tried beyond int4 (docs/cache.md), on both demonstrations
+	$(BIN)/python benchmarks/codec_ideas.py --cache work/demo/hs.zarr --draft work/demo/dflash2
+	$(BIN)/python benchmarks/lossless_ideas.py --cache work/demo/hs.zarr
+	$(BIN)/python benchmarks/codec_ideas.py --cache work/smollm2/hs.zarr --draft work/smollm2/dflash2
+	$(BIN)/python benchmarks/lossless_ideas.py --cache work/smollm2/hs.zarr
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
