@@ -26,9 +26,8 @@ from cache.codecs import HiddenCodec
 from cache.head import TargetHead
 from cache.quantise import pack_nibbles, unpack_nibbles
 from cache.read import Cache, open_cache
-from draft.accept import accepted_lengths
 from draft.attention import layout_of
-from draft.blocks import PackedSamples, block_inputs, block_labels, block_valid, make_blocks
+from draft.blocks import Blocks, PackedSamples, block_inputs, block_labels, block_valid, make_blocks
 from draft.files import load_draft
 from draft.model import Draft
 from draft.propose import propose
@@ -194,11 +193,24 @@ def walked(draft: Draft, head: TargetHead, samples: PackedSamples, hidden_TLH: T
         blocks = make_blocks(samples, torch.tensor([spans[place][0][0] for place in live]), size)
         input_NB = block_inputs(samples, blocks, draft.config.dflash_config.mask_token_id)
         hidden_NBH = draft.over_context(head.embed(input_NB), context, layout_of(samples.lengths, blocks))
-        token_NB = propose(draft, head, hidden_NBH, input_NB[:, 0]).token
-        label_NB, valid_NB = block_labels(samples, blocks)[:, 1:], block_valid(samples, blocks)[:, 1:]
-        for place, taken in zip(live, accepted_lengths(token_NB, label_NB, valid_NB).tolist(), strict=True):
+        for place, taken in zip(live, matches(draft, head, samples, blocks, hidden_NBH).tolist(), strict=True):
             sums[place] += (taken, 1)
             spans[place][0][0] += taken + 1
+
+
+def matches(draft: Draft, head: TargetHead, samples: PackedSamples, blocks: Blocks, hidden_NBH: Tensor) -> Tensor:
+    """Drafted tokens that each block accepts, [N]: slot by slot, so that no logits are made of what follows a mismatch."""
+    label_NB, valid_NB = block_labels(samples, blocks), block_valid(samples, blocks)
+    taken_N, going = torch.zeros(len(label_NB), dtype=torch.int64), torch.arange(len(label_NB))
+    for slot in range(1, blocks.block_size):
+        going = going[valid_NB[going, slot]]
+        if not len(going):
+            break
+        # What was drafted for the slot before is the true token there, or the block would not go on.
+        proposal = propose(draft, head, hidden_NBH[going, slot - 1 : slot + 1], label_NB[going, slot - 1])
+        going = going[proposal.token[:, 0] == label_NB[going, slot]]
+        taken_N[going] += 1
+    return taken_N
 
 
 def acceptance(walks: NDArray[np.int64], picked: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.float64]:

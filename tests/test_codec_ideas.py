@@ -5,10 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import lively_draft, random_head, random_samples, small_config
 
 from benchmarks import codec_ideas, lossless_ideas
 from benchmarks.codec_ideas import SEARCHED, hadamard, pack_threes, rotated, scaled, unpack_threes
+from cache.head import TargetHead
 from cache.quantise import dequantise, quantise
+from draft.accept import evaluate_samples
+from draft.blocks import PackedSamples
 
 WIDE = (1, 2, 3, 5, 8, 9, 11, 190)
 
@@ -95,6 +99,22 @@ def test_sizes_count_scales_and_wide_channels():
     assert sizes["int3"] == 192 * 3 / 8 + 4 + 16
     assert sizes["int4, scales of 128"] == 192 / 2 + 2 * 2 + 16  # 128 channels and the 64 that are left
     assert sizes["int3, rotated, scales of 64, none apart"] == 192 * 3 / 8 + 2 * 3
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_the_walk_drafted_where_it_comes_by_is_that_of_evaluation(kind):
+    drawn = random_samples((30, 17, 1, 24))
+    samples = PackedSamples(drawn.input_ids_T % 3, drawn.loss_mask_T, drawn.hidden_TLH, drawn.lengths)
+    embed_VH = random_head().embed_VH
+    head = TargetHead(
+        embed_VH, torch.cat([embed_VH[:3], 0 * embed_VH[3:]])
+    )  # so that a third of the drafted tokens is right
+    made = lively_draft(small_config(kind))
+    with torch.inference_mode():
+        found = codec_ideas.walked(made, head, samples, samples.hidden_TLH)
+    wanted = evaluate_samples(made, head, [(list("abcd"), samples)], lengths=True)["accepted_per_block"]
+    assert found.tolist() == [[sum(taken), len(taken)] for taken in wanted.values()]
+    assert max(max(taken, default=0) for taken in wanted.values()) > 1
 
 
 def test_the_difference_of_equal_walks_is_nothing_and_of_better_ones_more():
