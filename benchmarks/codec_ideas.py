@@ -155,6 +155,8 @@ def ideas() -> dict[str, Idea]:
         tried[f"{name}, scales of 32, none apart"] = partial(none_apart, inner=partial(row, group=32))
         turned, blocks = partial(rotated, inner=row), partial(rotated, inner=partial(row, group=64))
         tried[f"{name}, rotated"] = partial(wide_apart, inner=turned)
+        searched = partial(rotated, inner=partial(row, shares=SEARCHED))
+        tried[f"{name}, rotated, scale searched"] = partial(wide_apart, inner=searched)
         tried[f"{name}, rotated, none apart"] = partial(none_apart, inner=turned)
         tried[f"{name}, rotated, scales of 64"] = partial(wide_apart, inner=blocks)
         tried[f"{name}, rotated, scales of 64, none apart"] = partial(none_apart, inner=blocks)
