@@ -26,7 +26,7 @@ class Proposal:
 
 def propose(draft: Draft, head: TargetHead, hidden_NBH: Tensor, verified_N: Tensor) -> Proposal:
     """Greedy tokens for blocks whose states after the final norm are `hidden_NBH` and whose slot 0 holds `verified_N`."""
-    # Of states that lie apart torch makes a product for each block and reads the head's weights every time: 4 times slower.
+    # Of states that lie apart torch makes a product for each block and reads the head's weights every time: several times slower.
     drafted_NBH = hidden_NBH[:, 1:].contiguous()
     logits_NBV = head.logits(drafted_NBH).float()
     backbone_NB = logits_NBV.argmax(-1)
