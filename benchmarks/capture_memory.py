@@ -77,8 +77,8 @@ def main() -> None:
                 limit=rows, max_length=512, shard_tokens=SHARD_TOKENS, batch_tokens=BATCH_TOKENS,
             )  # fmt: skip
             settings = settle(options, Silent())
-            manifest, table, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
-            CacheWriter.create(options.out, manifest, table)
+            manifest, plan, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
+            CacheWriter.create(options.out, manifest, plan)
             shard = bytes_per_token(manifest.identity)[0] * SHARD_TOKENS
             command = [sys.executable, __file__, "--worker", options.model_dump_json()]
             found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

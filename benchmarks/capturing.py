@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 from safetensors.torch import save_file
 
@@ -115,7 +116,8 @@ def main() -> None:
             shard_tokens=arguments.shard_tokens, batch_tokens=arguments.batch_tokens, layers=(1, 2, 3, 4),
         )  # fmt: skip
         settings = settle(options, Silent())
-        manifest, table, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
+        manifest, shard_tables, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
+        table = pa.concat_tables(shard_tables)
         target = load_target(settings.ref, "float32", "cpu")
         identity, shards = manifest.identity, range(manifest.totals.shards)
         plans = [shard_plan(table, shard, identity.shard_tokens) for shard in shards]

@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 import torch
 from objective import BLOCK, HIDDEN, LAYERS, MASK, alternately, config, full_loss, head
 from torch import Tensor
@@ -51,7 +52,8 @@ def batches_of(path: str | None, count: int, size: int) -> list[Batch]:
             target="demo/tiny-chat", out=f"{folder}/hs.zarr", data=() if path is None else (path,), max_length=1024
         )
         settings = settle(options, Silent())
-        _, table, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
+        _, plan, _ = plan_capture(settings, scan_data(options, Silent()), Silent())
+        table = pa.concat_tables(plan)
     order = np.random.default_rng(0).permutation(len(table))
     draw, generator = Draw(BLOCK, ANCHORS, 0, None), torch.Generator().manual_seed(0)
     batches = []

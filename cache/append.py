@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from cache.generations import GENERATIONS, Generation, generations_of, generations_text, pending_metadata, read_pending
 from cache.layout import read_channels, read_root
-from cache.plan import PLAN, Plan, write_new_plan
+from cache.plan import PLAN, Plan, Tables, write_new_plan
 from cache.store import Store, open_store
 from cache.write import CacheWriter
 from schemas.arrays import array_specs
@@ -65,7 +65,7 @@ def moved(plan: pa.Table, shards: int, sources: int, shard_tokens: int) -> pa.Ta
     return plan
 
 
-def begin_append(path: str, pending: Manifest, plan: pa.Table) -> CacheWriter:
+def begin_append(path: str, pending: Manifest, plan: Tables) -> CacheWriter:
     """Lay out the new shards: the plan (whose shards and offsets lie behind the old ones), then the arrays' new shapes.
 
     Raises CacheError where another append came first: only one at a time.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,8 @@ from schemas.errors import CacheError
 from schemas.index import INDEX_SCHEMA, PLAN_SCHEMA, check_table
 
 PLAN = "plan.parquet"
+# A plan to write: all of it, or piece by piece.
+Tables: TypeAlias = pa.Table | Iterable[pa.Table]
 BLOCK_BYTES = 8 << 20
 READERS = 8
 
@@ -93,22 +95,25 @@ class Plan:
         return check_table(table, schema, self.store.where(PLAN))
 
 
-def write_plan(store: Store, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> Plan:
-    """Write the plan's table (PLAN_SCHEMA, sorted by shard) and open it. Its bytes are a pure function of table and metadata."""
-    store.put(PLAN, _encoded(check_table(table, PLAN_SCHEMA, "the plan"), metadata))
+def write_plan(store: Store, plan: Tables, metadata: Mapping[bytes, bytes] | None = None) -> Plan:
+    """Write a plan (PLAN_SCHEMA, sorted by shard) and open it. Its bytes are a pure function of rows and metadata.
+
+    `plan` is one table or several, none of which begins in the middle of a shard; one is held at a time.
+    """
+    store.put(PLAN, _encoded(plan, metadata))
     return _opened(store)
 
 
-def write_new_plan(store: Store, table: pa.Table, metadata: Mapping[bytes, bytes]) -> Plan | None:
+def write_new_plan(store: Store, plan: Tables, metadata: Mapping[bytes, bytes]) -> Plan | None:
     """`write_plan` where there is no plan; None where there is one, which stays as it is."""
-    written = store.put_new(PLAN, _encoded(check_table(table, PLAN_SCHEMA, "the plan"), metadata))
+    written = store.put_new(PLAN, _encoded(plan, metadata))
     return _opened(store) if written else None
 
 
-def plan_sha256(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> str:
-    """The hash that the plan of this table and metadata has once it is written."""
+def plan_sha256(plan: Tables, metadata: Mapping[bytes, bytes] | None = None) -> str:
+    """The hash that this plan with this metadata has once it is written."""
     digest = hashlib.sha256()
-    for part in _encoded(check_table(table, PLAN_SCHEMA, "the plan"), metadata):
+    for part in _encoded(plan, metadata):
         digest.update(part)
     return digest.hexdigest()
 
@@ -119,16 +124,20 @@ def _opened(store: Store) -> Plan:
     return plan
 
 
-def _encoded(table: pa.Table, metadata: Mapping[bytes, bytes] | None) -> Iterator[bytes]:
-    shards = table["shard"].to_numpy()
-    assert len(shards) and (np.diff(shards) >= 0).all(), "the plan is sorted by shard and not empty"
-    bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
-    sink = _Sink()
+def _encoded(plan: Tables, metadata: Mapping[bytes, bytes] | None) -> Iterator[bytes]:
+    sink, last = _Sink(), -1
     schema = PLAN_SCHEMA.with_metadata(dict(metadata)) if metadata else PLAN_SCHEMA
     with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
-        for start, stop in pairwise(bounds):
-            writer.write_table(table.slice(start, stop - start).combine_chunks(), row_group_size=stop - start)
-            yield from sink.drain()
+        for given in (plan,) if isinstance(plan, pa.Table) else plan:
+            table = check_table(given, PLAN_SCHEMA, "the plan")
+            shards = table["shard"].to_numpy()
+            assert len(shards) and shards[0] > last and (np.diff(shards) >= 0).all(), "by shard, and none in two tables"
+            last = int(shards[-1])
+            bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+            for start, stop in pairwise(bounds):
+                writer.write_table(table.slice(start, stop - start).combine_chunks(), row_group_size=stop - start)
+                yield from sink.drain()
+    assert last >= 0, "a plan is not empty"
     yield from sink.drain()
 
 

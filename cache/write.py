@@ -18,7 +18,7 @@ from cache.codecs import Channels, HiddenCodec
 from cache.generations import earlier_metadata, generations_of, read_earlier, read_pending
 from cache.index import INDEX, read_index
 from cache.layout import begin_root, read_channels, read_root, write_arrays, write_root
-from cache.plan import PLAN, Plan, write_plan
+from cache.plan import PLAN, Plan, Tables, write_plan
 from cache.shard import encode_shard
 from cache.store import Store, open_store
 from schemas.arrays import array_specs
@@ -90,7 +90,7 @@ class CacheWriter:
         cls,
         path: str,
         manifest: Manifest,
-        plan: pa.Table,
+        plan: Tables,
         earlier: Sequence[tuple[int, str]] = (),
         channels: Channels | None = None,
         vacant: bool = False,

@@ -4,20 +4,20 @@ Each append is planned alone, from its own sources and without what the cache he
 the same files in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
-import pyarrow as pa
-
-from cache.append import grown, moved, pending_append
+from cache.append import grown, pending_append
 from cache.generations import GENERATIONS, generations_of, pending_metadata
 from cache.index import read_index
 from cache.plan import plan_sha256
 from cache.store import open_store
 from cache.verify import verify
 from cache.write import check_identity
+from capture.collect import Collected, collect, digests_of
 from capture.lines import Scan
-from capture.plan import Collected, build_plan, collect
+from capture.plan import Joined, Planned, Shards, build_plan
 from capture.settings import Settings, check_reading, sample_rules
+from capture.spool import spool_folder
 from schemas.errors import CacheError, OptionError
 from schemas.manifest import Manifest, Source
 from schemas.say import Say
@@ -79,14 +79,14 @@ def _names(files: Sequence[Scan] | Sequence[Source]) -> str:
 
 def plan_append(
     settings: Settings, scans: Sequence[Scan], found: Manifest, say: Say
-) -> tuple[Manifest, pa.Table, Collected] | None:
+) -> tuple[Manifest, Shards, Collected] | None:
     """The manifest to come, the plan of the new shards (behind the old ones) and what was read; None where no sample is new.
 
     Samples that the cache has already are left out and counted as duplicates. Raises DataError for the data, OptionError
     where the cache's mask token occurs in it.
     """
     out, identity = settings.options.out, found.identity
-    known = frozenset(read_index(open_store(out), found)["tokens_sha256"].to_pylist())
+    known = frozenset(digests_of(read_index(open_store(out), found)))
     collected = _collect(settings, scans, known, say)
     if not collected.samples:
         say.note(f"{out}: every sample of this data is already in: nothing to do")
@@ -97,9 +97,9 @@ def plan_append(
             f"the mask token of {out}, {identity.mask_token_id} ({token!r}), occurs in {_names(scans)}, where it must not: "
             "leave those rows out, or capture all data into another --out with another --mask-token-id"
         )
-    table, totals = build_plan(collected, identity.shard_tokens, identity.batch_tokens)
-    table = moved(table, found.totals.shards, len(found.sources), identity.shard_tokens)
-    return grown(found, collected.sources, totals), table, collected
+    plan, totals = build_plan(collected, identity.shard_tokens, identity.batch_tokens)
+    plan = plan.behind(found.totals.shards, len(found.sources))
+    return grown(found, collected.sources, totals), plan, collected
 
 
 def addition(pending: Manifest, found: Manifest) -> Manifest:
@@ -117,43 +117,48 @@ def addition(pending: Manifest, found: Manifest) -> Manifest:
 
 def plan_again(
     settings: Settings, scans: Sequence[Scan], found: Manifest, say: Say
-) -> tuple[pa.Table, list[tuple[int, str]]]:
+) -> tuple[Shards, list[tuple[int, str]]]:
     """The plan of all shards of a cache that was appended to, and each generation's first shard and plan_sha256.
 
     `scans` are the cache's own sources, in order. Raises CacheError where they no longer make the same plan.
     """
     shard_tokens, generations = found.identity.shard_tokens, generations_of(found)
-    known: set[str] = set()
-    tables: list[pa.Table] = []
+    known: set[bytes] = set()
+    plans: list[Planned] = []
     digests: list[tuple[int, str]] = []
     made: Manifest | None = None
     for generation in generations:
         before = 0 if made is None else len(made.sources)
         own = slice(before, before + generation.sources)
         sources = found.sources[own]
-        collected = _collect(settings, scans[own], frozenset(known), say)
-        known.update(sample.tokens_sha256 for sample in collected.samples)
-        table, totals = build_plan(collected, shard_tokens, found.identity.batch_tokens)
+        collected = _collect(settings, scans[own], known, say)
+        known.update(collected.samples.digests())
+        plan, totals = build_plan(collected, shard_tokens, found.identity.batch_tokens)
         if made is None:
             record = {name: value for name, value in found.record.items() if name != GENERATIONS}
             made = found.model_copy(update={"complete": True, "sources": sources, "totals": totals, "record": record})
             metadata = None
         else:
-            table = moved(table, made.totals.shards, before, shard_tokens)
+            plan = plan.behind(made.totals.shards, before)
             made = grown(made, sources, totals)
             metadata = pending_metadata(made)
-        tables.append(table)
-        digests.append((generation.first_shard, plan_sha256(table, metadata)))
+        plans.append(plan)
+        digests.append((generation.first_shard, plan_sha256(plan, metadata)))
     assert made is not None
     if generations_of(made) != generations or made.totals != found.totals:
         raise CacheError(
             f"{settings.options.out} was planned with {found.totals.samples} samples in {found.totals.shards} shards, the same data now "
             f"gives {made.totals.samples} in {made.totals.shards}: use the versions that made it ({found.record}), or another --out"
         )
-    return pa.concat_tables(tables), digests
+    return Joined(plans), digests
 
 
-def _collect(settings: Settings, scans: Sequence[Scan], known: frozenset[str], say: Say) -> Collected:
+def _collect(settings: Settings, scans: Sequence[Scan], known: Set[bytes], say: Say) -> Collected:
     return collect(
-        settings.chat, scans, sample_rules(settings), lambda done, total: say.progress("reading", done, total), known
+        settings.chat,
+        scans,
+        sample_rules(settings),
+        lambda done, total: say.progress("reading", done, total),
+        known,
+        spool_folder(settings.options.out),
     )

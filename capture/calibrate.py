@@ -5,7 +5,7 @@ later run of the command reads it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +20,17 @@ from target.layers import tap_layers
 from target.load import Target
 
 
-def first_samples(table: pa.Table) -> str:
-    """The samples of a plan to calibrate on, as text that every process of the first copy of the target is told."""
-    # The first samples are sorted by offset and mostly in the first shard: their lengths alone are looked at.
-    count = calibration_samples(table["length"].to_pylist())
-    columns = table.slice(0, count).select(["sample_id", "input_ids"]).to_pydict()
-    return json.dumps(list(zip(columns["sample_id"], columns["input_ids"], strict=True)))
+def first_samples(plan: Iterable[pa.Table]) -> str:
+    """The samples of a plan, a table a shard, to calibrate on, as text that every process of the first copy of the target is told."""
+    names: list[str] = []
+    ids: list[list[int]] = []
+    for table in plan:
+        names += table["sample_id"].to_pylist()
+        ids += table["input_ids"].to_pylist()
+        count = calibration_samples([len(sample) for sample in ids])
+        if count < len(ids):
+            break
+    return json.dumps(list(zip(names[:count], ids[:count], strict=True)))
 
 
 @torch.inference_mode()

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from cache.append import begin_append, resume_append
 from cache.codecs import Channels
 from cache.disk import check_free, needed_bytes
@@ -15,6 +13,7 @@ from cache.verify import forget, verify
 from cache.write import CacheWriter, check_same, existing_manifest
 from capture.append import addition, appendable, plan_again, plan_append
 from capture.lines import Scan
+from capture.plan import Shards
 from capture.planning import plan_capture, tell_plan
 from capture.settings import Settings, check_reading, scan_data
 from schemas.arrays import WITH_OUTLIERS
@@ -35,7 +34,7 @@ class Job:
     found: Manifest | None
     done: Manifest | None = None
     writer: CacheWriter | None = None
-    plan: tuple[Manifest, pa.Table] | None = None
+    plan: tuple[Manifest, Shards] | None = None
     appends: bool = False
     replaced: bool = False
     earlier: Sequence[tuple[int, str]] = ()
@@ -69,12 +68,12 @@ def find_job(settings: Settings, say: Say, confirm: Callable[[Manifest], bool] =
         if (writer := CacheWriter.resume(out)) is not None:
             return _go_on(settings, found, writer, say)
         if len(generations_of(same)) > 1:
-            table, earlier = plan_again(settings, scans, same, say)
-            return Job(found, plan=(same.model_copy(update={"complete": False}), table), earlier=earlier)
-    manifest, table, collected = plan_capture(settings, scans, say)
-    check_free(open_store(out), *needed_bytes(manifest.identity, manifest.totals.shards, table.nbytes))
+            plan, earlier = plan_again(settings, scans, same, say)
+            return Job(found, plan=(same.model_copy(update={"complete": False}), plan), earlier=earlier)
+    manifest, plan, collected = plan_capture(settings, scans, say)
+    check_free(open_store(out), *needed_bytes(manifest.identity, manifest.totals.shards, plan.nbytes))
     tell_plan(manifest, collected, say)
-    return Job(found, plan=(manifest, table), replaced=replaced)
+    return Job(found, plan=(manifest, plan), replaced=replaced)
 
 
 def _go_on(settings: Settings, found: Manifest | None, writer: CacheWriter, say: Say) -> Job:
@@ -97,12 +96,12 @@ def _append_job(settings: Settings, scans: Sequence[Scan], found: Manifest | Non
         return _go_on(settings, found, writer, say)
     if (planned := plan_append(settings, left, held, say)) is None:
         return Job(found, done=held)
-    pending, table, collected = planned
+    pending, plan, collected = planned
     added = addition(pending, held)
-    check_free(open_store(out), *needed_bytes(held.identity, added.totals.shards, table.nbytes))
+    check_free(open_store(out), *needed_bytes(held.identity, added.totals.shards, plan.nbytes))
     tell_plan(added, collected, say)
     _warn_of_pieces(settings, held, "the new", say)
-    return Job(found, plan=(pending, table), appends=True)
+    return Job(found, plan=(pending, plan), appends=True)
 
 
 def _warn_of_pieces(settings: Settings, begun: Manifest, which: str, say: Say) -> None:
@@ -157,13 +156,13 @@ def open_writer(job: Job, out: str, record: Mapping[str, str], channels: Channel
     if job.replaced:
         say.note(f"{out}: removing what another capture left there")
         open_store(out).remove()
-    manifest, table = job.plan
+    manifest, plan = job.plan
     if job.appends:
-        return begin_append(out, manifest, table)
+        return begin_append(out, manifest, plan)
     if job.earlier:
-        return CacheWriter.create(out, manifest, table, job.earlier, channels)
+        return CacheWriter.create(out, manifest, plan, job.earlier, channels)
     recorded = manifest.model_copy(update={"record": manifest.record | dict(record)})
-    return CacheWriter.create(out, recorded, table, channels=channels, vacant=job.found is None or job.replaced)
+    return CacheWriter.create(out, recorded, plan, channels=channels, vacant=job.found is None or job.replaced)
 
 
 def same_as(found: Manifest | None, settings: Settings, scans: Sequence[Scan]) -> Manifest | None:

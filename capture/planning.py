@@ -4,29 +4,36 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import version
 
-import pyarrow as pa
 import torch
 import transformers
 
+from capture.collect import Collected, collect
 from capture.lines import Scan
-from capture.plan import Collected, build_plan, collect
+from capture.plan import Shards, build_plan
 from capture.settings import Settings, reading_record, sample_rules
+from capture.spool import spool_folder
 from capture.tell import first_skipped_record, tell_data
 from schemas.manifest import Manifest
 from schemas.say import Say
 from target.tokens import mask_token
 
 
-def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[Manifest, pa.Table, Collected]:
+def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[Manifest, Shards, Collected]:
     """Read and tokenise the data, choose the mask token, lay out the shards. Raises UserError (its kinds)."""
     options, identity = settings.options, settings.identity
     vocab_size = identity.target.vocab_size
     rules = sample_rules(settings)
-    collected = collect(settings.chat, scans, rules, lambda done, total: say.progress("reading", done, total))
+    collected = collect(
+        settings.chat,
+        scans,
+        rules,
+        lambda done, total: say.progress("reading", done, total),
+        folder=spool_folder(options.out),
+    )
     mask_id, mask_source = mask_token(settings.chat, vocab_size, options.mask_token_id, collected.seen)
-    table, totals = build_plan(collected, identity.shard_tokens, identity.batch_tokens)
+    plan, totals = build_plan(collected, identity.shard_tokens, identity.batch_tokens)
     positions = getattr(settings.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(len(sample.input_ids) for sample in collected.samples)
+    longest = int(collected.samples.lengths().max())
     if positions is not None and longest > positions:
         say.warn(
             f"the longest sample has {longest} tokens, the target was made for {positions}: consider --max-length "
@@ -50,7 +57,7 @@ def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[M
             "prefill_chunk": str(options.prefill_chunk or "none"),
         },
     )
-    return manifest, table, collected
+    return manifest, plan, collected
 
 
 def tell_plan(manifest: Manifest, collected: Collected, say: Say) -> None:

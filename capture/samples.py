@@ -19,8 +19,10 @@ from target.reasoning import without_reasoning
 from target.rendered import text_turns
 from target.turns import check_answer, encode_turns, split_turns
 
-# Rows that are tokenised in one call.
+# Rows that are tokenised in one call: so many at most, and no further row once they have so many bytes. Tokens on their way
+# need some 40 bytes each.
 GROUP_ROWS = 256
+GROUP_BYTES = 1 << 20
 Encoded = list[tuple[list[int], list[int]]]
 NOTHING_SUPERVISED = "nothing supervised within max length"
 TOO_SHORT = "fewer than two supervised tokens"
@@ -99,15 +101,17 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
 def _groups(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[list[Any]]:
     # Rows that are tokenised in one call. The last group ends with the BadRow that stops the reading, if one does.
     group: list[_Prepared | RowResult | BadRow] = []
+    size = 0
     for line in lines:
         try:
             group.append(_prepare(chat, line, rules))
         except BadRow as fault:
             yield [*group, fault]
             return
-        if len(group) == GROUP_ROWS:
+        size += len(line.data)
+        if len(group) == GROUP_ROWS or size >= GROUP_BYTES:
             yield group
-            group = []
+            group, size = [], 0
     if group:
         yield group
 

@@ -1,6 +1,6 @@
 """What a capture or a preview says of its data: rows kept and left out, by reason, and what a user should know of them."""
 
-from capture.plan import Collected
+from capture.collect import Collected
 from schemas.manifest import FIRST_SKIPPED, Manifest
 from schemas.say import Say
 

@@ -8,7 +8,7 @@ from rich.console import Console as RichConsole
 from rich.style import Style
 from rich.text import Text
 
-from capture.plan import Collected
+from capture.collect import Collected
 from capture.planning import plan_capture
 from capture.samples import Sample
 from capture.settings import scan_data, settle
@@ -82,8 +82,7 @@ def visible(text: str) -> str:
 
 def report_text(manifest: Manifest, collected: Collected) -> str:
     """Everything below the samples: histograms, what became of the rows, the cache."""
-    lengths = np.array([len(sample.input_ids) for sample in collected.samples])
-    supervised = np.array([int(sample.loss_mask.sum()) for sample in collected.samples])
+    lengths, supervised = (collected.samples.rows()[name].to_numpy() for name in ("length", "supervised"))
     lines = ["length of samples, tokens", *histogram(lengths), "supervised tokens of samples", *histogram(supervised)]
     lines += [sources_text(manifest.sources)]
     lines += [f"    first {reason}: {why}" for reason, why in collected.first_skipped.items()]

@@ -6,6 +6,7 @@ T positions of one sample, H hidden size, V vocabulary.
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, write_jsonl
@@ -28,7 +29,8 @@ def data(tmp_path_factory):
 
 def setup(data, target_path, tmp_path, **options):
     settings = settle(capture_options(target_path, data, tmp_path / "out", **options), Recorder())
-    manifest, table, _ = plan_capture(settings, scan_data(settings.options, Recorder()), Recorder())
+    manifest, shards, _ = plan_capture(settings, scan_data(settings.options, Recorder()), Recorder())
+    table = pa.concat_tables(shards)
     return settings, manifest.identity, table, load_target(settings.ref, manifest.identity.dtype, "cpu")
 
 

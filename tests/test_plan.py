@@ -3,14 +3,16 @@
 from itertools import combinations, pairwise
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from capture_fixtures import TINY_CHAT, shipped_rows, talk, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture import plan as plan_module
+from capture.collect import DUPLICATE, collect
 from capture.lines import scan_files
-from capture.plan import DUPLICATE, assign_batches, build_plan, collect, default_shard_tokens, pack
+from capture.plan import assign_batches, build_plan, default_shard_tokens, pack
 from capture.samples import SampleRules
 from capture.settings import DEFAULT_DATA
 from schemas.errors import DataError
@@ -75,7 +77,8 @@ def test_batches_cost_the_least_of_all_ways_to_cut(lengths, budget):
 def test_conversations_hardly_need_padding(shard_tokens, most):
     chat = open_chat(resolve_target(str(TINY_CHAT)))
     data = collect(chat, scan_files((str(DEFAULT_DATA),), None), RULES, lambda *_: None)
-    table, totals = build_plan(data, shard_tokens, 16_384)
+    shards, totals = build_plan(data, shard_tokens, 16_384)
+    table = pa.concat_tables(shards)
     shard, batch, length = (table[name].to_numpy().astype(np.int64) for name in ("shard", "batch", "length"))
     _, group = np.unique(shard * 10_000 + batch, return_inverse=True)
     longest = np.zeros(group.max() + 1, np.int64)
@@ -97,13 +100,14 @@ def collected(tmp_path, rows, rules=RULES, name="rows.jsonl"):
     return result
 
 
-def test_plan_table(tmp_path, monkeypatch):
+def test_plan_table(tmp_path):
     rows = shipped_rows(40)
     data = collected(tmp_path, [*rows, rows[3], {**rows[4], "id": "again"}])
     (source,) = data.sources
     assert (source.rows, source.kept, source.skipped) == (42, 40, {DUPLICATE: 2})
     assert data.duplicates == 2
-    table, totals = build_plan(data, 1024, 512)
+    shards, totals = build_plan(data, 1024, 512)
+    table = pa.concat_tables(shards)
     assert table.schema.equals(PLAN_SCHEMA)
     columns = table.to_pydict()
     assert columns["offset"] == sorted(columns["offset"])
@@ -127,11 +131,8 @@ def test_plan_table(tmp_path, monkeypatch):
     again, _ = build_plan(
         collected(tmp_path, [*rows, rows[3], {**rows[4], "id": "again"}], name="same.jsonl"), 1024, 512
     )
-    assert again.equals(table), "a pure function of its inputs"
-    monkeypatch.setattr(plan_module, "PIECE_TOKENS", 300)
-    pieces, _ = build_plan(data, 1024, 512)
-    assert pieces["input_ids"].num_chunks > 5
-    assert pieces.equals(table)
+    assert pa.concat_tables(again).equals(table), "a pure function of its inputs"
+    assert pa.concat_tables(shards).equals(table), "a plan can be gone through again"
 
 
 def test_nothing_left_is_an_error(tmp_path):

@@ -6,6 +6,7 @@ m tokens of one sample, H hidden size.
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import transformers as tf
@@ -68,7 +69,8 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize("chunk", [5, 64, 10_000])
 def test_shards_are_the_same_and_no_forward_sees_more(data, tiny_chat, tmp_path, chunk):
     settled = settle(capture_options(tiny_chat, data, tmp_path / "c", layers=(0, 4), batch_tokens=700), Recorder())
-    manifest, table, _ = plan_capture(settled, scan_data(settled.options, Recorder()), Recorder())
+    manifest, shards, _ = plan_capture(settled, scan_data(settled.options, Recorder()), Recorder())
+    table = pa.concat_tables(shards)
     target = load_target(settled.ref, "float32", "cpu")
     seen, done = [], []
     target.decoder.register_forward_pre_hook(
