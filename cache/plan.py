@@ -67,6 +67,11 @@ class Plan:
         """The shards that are planned, in order."""
         return list(self.groups)
 
+    @property
+    def samples(self) -> int:
+        """How many samples are planned."""
+        return int(self.footer.num_rows)
+
     def tokens(self, shards: Iterable[int]) -> int:
         """How many tokens the samples of these shards have."""
         return sum(self.lengths[shard] for shard in shards)

@@ -80,7 +80,10 @@ def _go_on(settings: Settings, found: Manifest | None, writer: CacheWriter, say:
     missing, out = writer.missing_shards(), settings.options.out
     if missing:
         _warn_of_pieces(settings, writer.manifest, "the remaining", say)
-    say.note(f"{out}: going on, {len(missing)} of {writer.manifest.totals.shards - writer.first_shard} shards to do")
+    say.note(
+        f"{out}: going on, {len(missing)} of {writer.manifest.totals.shards - writer.first_shard} shards to do; "
+        f"{writer.plan.samples:,} samples taken from the plan"
+    )
     if not missing:
         return Job(found, done=writer.finish())
     check_free(writer.store, *needed_bytes(writer.manifest.identity, len(missing), writer.plan.size))

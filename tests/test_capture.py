@@ -126,6 +126,7 @@ def test_going_on_gives_the_same_bytes(finished, folder, target, data, monkeypat
     capture(options, say)
     shards = open_cache(str(finished)).manifest.totals.shards
     assert any(f"{shards - stop_after} of {shards} shards to do" in note for note in say.notes)
+    assert any(f"{ROWS} samples taken from the plan" in note for note in say.notes)
     assert contents(out) == contents(finished)
 
 
