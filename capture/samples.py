@@ -1,6 +1,7 @@
 """From conversations to samples: ids, loss mask, side of the split, and what is cut or left out, by reason."""
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from capture.conversations import Conversation, Given, parse_conversation
 from capture.lines import BadRow, Line
 from schemas.errors import DataError
 from schemas.options import DataFormat, Reasoning
-from target.chat import Chat, Turn
+from target.chat import Chat, Turn, encodes_side_by_side
 from target.reasoning import without_reasoning
 from target.rendered import text_turns
 from target.turns import check_answer, encode_turns, split_turns
@@ -81,21 +82,21 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
     Raises BadRow (`file:line: ...`) for the first row that is malformed or that the chat template cannot render, unless
     bad rows are skipped.
     """
-    # While one group is tokenised, outside of Python's lock, the next one is read and rendered.
-    with ThreadPoolExecutor(1) as pool:
-        waiting: tuple[list[_Prepared | RowResult], Future[Encoded]] | None = None
+    # Groups are tokenised outside of Python's lock, on every core, while the next ones are read and rendered. Two at a time where
+    # the tokenizer allows it: while one waits for the lock, to hand over its ids, the other one keeps the cores busy.
+    encoders = 2 if encodes_side_by_side(chat.tokenizer) else 1
+    waiting: deque[tuple[list[_Prepared | RowResult], Future[Encoded]]] = deque()
+    with ThreadPoolExecutor(encoders) as pool:
         for prepared in _groups(chat, lines, rules):
             fault = prepared.pop() if isinstance(prepared[-1], BadRow) else None
             turns = [turn for item in prepared if isinstance(item, _Prepared) for turn in item.turns]
-            encoded = pool.submit(encode_turns, chat, turns)
-            if waiting is not None:
-                yield from _finish_group(chat, *waiting, rules)
-            waiting = prepared, encoded
+            waiting.append((prepared, pool.submit(encode_turns, chat, turns)))
+            while waiting and (len(waiting) > encoders or fault is not None):
+                yield from _finish_group(chat, *waiting.popleft(), rules)
             if fault is not None:
-                yield from _finish_group(chat, *waiting, rules)
                 raise fault
-        if waiting is not None:
-            yield from _finish_group(chat, *waiting, rules)
+        while waiting:
+            yield from _finish_group(chat, *waiting.popleft(), rules)
 
 
 def _groups(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[list[Any]]:
@@ -261,8 +262,9 @@ def _sample(
     supervised = sum(mask[: rules.max_length])
     if supervised < 2:
         return TOO_SHORT if sum(mask) < 2 or supervised else NOTHING_SUPERVISED
-    input_ids = np.asarray(ids[: rules.max_length], dtype=np.int32)
-    loss_mask = np.asarray(mask[: rules.max_length], dtype=np.uint8)
+    # As np.asarray would, in two thirds and in half of its time.
+    input_ids = np.fromiter(ids[: rules.max_length], np.int32, min(len(ids), rules.max_length))
+    loss_mask = np.frombuffer(bytes(mask[: rules.max_length]), np.uint8)
     conversation, line = item.conversation, item.conversation.line
     # A plain text has no prompt: it is its own key.
     first_user = conversation.text if item.plain else conversation.first_user

@@ -1,11 +1,13 @@
 """Samples: masks of multi-turn conversations, ids that came along, cutting, the split, reasons for leaving rows out."""
 
 import hashlib
+import threading
 
 import numpy as np
 import pytest
 from capture_fixtures import THINKING_TEMPLATE, copy_tokenizer, shipped_rows, talk, write_jsonl
 
+from capture import samples as samples_module
 from capture.lines import read_lines, scan_files
 from capture.samples import NOTHING_SUPERVISED, TOO_SHORT, SampleRules, join_turns, samples_of, split_side
 from target.chat import encode_texts, open_chat, prompt_ids
@@ -138,3 +140,53 @@ def test_bad_rows_are_counted_where_asked(chat, tmp_path):
         "no assistant turn",
         "end of turn",
     ]
+
+
+def test_groups_are_tokenised_side_by_side_few_at_a_time_and_in_order(chat, tmp_path, monkeypatch):
+    rows = [talk(f"say {row}", f"it is {row}") for row in range(60)]
+    plain = results(chat, tmp_path, rows)
+    monkeypatch.setattr(samples_module, "GROUP_ROWS", 4)
+    together, encode, begun, ended = threading.Barrier(2), samples_module.encode_turns, [], []
+
+    def encode_two(*arguments):
+        begun.append(len(ended))
+        together.wait(60)  # broken, and so an error, if a second one does not come
+        return encode(*arguments)
+
+    monkeypatch.setattr(samples_module, "encode_turns", encode_two)
+    for (scan,) in [scan_files((write_jsonl(tmp_path / "rows.jsonl", rows[:56]),), None)]:
+        for place, result in enumerate(samples_of(chat, read_lines(scan), RULES)):
+            ended.append(result)
+            assert np.array_equal(result.samples[0].input_ids, plain[place].samples[0].input_ids)
+            assert result.samples[0].source_row == place
+    assert len(ended) == 56
+    assert all(4 * number - done <= 3 * 4 for number, done in enumerate(begun)), "at most three groups are on their way"
+
+
+def test_a_group_ends_before_it_holds_too_much_text(chat, tmp_path, monkeypatch):
+    rows = [talk(f"say {row}", "long " * 200) for row in range(9)]
+    plain = results(chat, tmp_path, rows)
+    monkeypatch.setattr(samples_module, "GROUP_BYTES", 2500)
+    sizes, encode = [], samples_module.encode_turns
+    monkeypatch.setattr(
+        samples_module, "encode_turns", lambda chat, turns: sizes.append(len(turns)) or encode(chat, turns)
+    )
+    again = results(chat, tmp_path, rows)
+    assert sizes == [3, 3, 3]
+    assert [r.samples[0].tokens_sha256 for r in again] == [r.samples[0].tokens_sha256 for r in plain]
+
+
+def test_a_tokenizer_of_its_own_is_asked_by_one_thread_at_a_time(chat, tmp_path, monkeypatch):
+    monkeypatch.setattr(samples_module, "GROUP_ROWS", 2)
+    monkeypatch.setattr(samples_module, "encodes_side_by_side", lambda _: False)
+    busy, encode = threading.Lock(), samples_module.encode_turns
+
+    def alone(*arguments):
+        assert busy.acquire(blocking=False)
+        try:
+            return encode(*arguments)
+        finally:
+            busy.release()
+
+    monkeypatch.setattr(samples_module, "encode_turns", alone)
+    assert len(results(chat, tmp_path, shipped_rows(30))) == 30
