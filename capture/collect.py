@@ -37,13 +37,14 @@ class Samples(Sequence[Sample]):
         self._batches: list[pa.RecordBatch] = []
         self._recent: list[tuple[Any, ...]] = []
         self._table: pa.Table | None = None
+        self._starts: NDArray[np.int64] | None = None
 
     def append(self, sample: Sample, source: int) -> None:
         """Add a sample of the source of that number."""
         self.spool.add(sample.input_ids, sample.loss_mask)
         numbers = (len(sample.input_ids), int(sample.loss_mask.sum()), source)
         self._recent.append((*(getattr(sample, name) for name in OWN_COLUMNS), *numbers))
-        self._table = None
+        self._table = self._starts = None
         if len(self._recent) == BATCH_SAMPLES:
             self._close_batch()
 
@@ -67,6 +68,17 @@ class Samples(Sequence[Sample]):
         """How many tokens each sample has."""
         return np.asarray(self.rows()["length"].to_numpy(), dtype=np.int64)
 
+    def starts(self) -> NDArray[np.int64]:
+        """Behind how many tokens of the spool each sample begins."""
+        if self._starts is None:
+            lengths = self.lengths()
+            self._starts = np.cumsum(lengths) - lengths
+        return self._starts
+
+    def put_in_order(self, order: NDArray[np.int64]) -> None:
+        """Sample order[i] becomes number i; nothing is appended after that."""
+        self._starts, self._table = self.starts()[order], self.rows().take(pa.array(order))
+
     def digests(self) -> Iterator[bytes]:
         """Each sample's tokens_sha256."""
         return digests_of(self.rows())
@@ -80,12 +92,11 @@ class Samples(Sequence[Sample]):
         return sum(len(batch) for batch in self._batches) + len(self._recent)
 
     def __getitem__(self, place: int) -> Sample:  # type: ignore[override]
-        """One sample, with its tokens. It costs as much as all lengths before it."""
+        """One sample, with its tokens."""
         if not 0 <= place < len(self):
             raise IndexError(place)
         row = self.rows().slice(place, 1).to_pylist()[0]
-        start = int(self.lengths()[:place].sum())
-        ids, mask = self.spool.take([start], [row["length"]])
+        ids, mask = self.spool.take([int(self.starts()[place])], [row["length"]])
         known = {
             name: row[name] for name in ("sample_id", "row_id", "truncated", "split", "source_row", "tokens_sha256")
         }
@@ -129,7 +140,7 @@ def collect(
     duplicates from the start; `folder` is where tokens are kept until they are planned. Raises BadRow, DflashError where that
     refuses, and DataError where no sample is left, unless they are duplicates of those.
     """
-    gathered = _Gathered(Samples(folder), set(held))
+    gathered = Gathered(Samples(folder), set(held))
     sources: list[Source] = []
     done, total = 0, sum(scan.rows for scan in scans)
     for number, scan in enumerate(scans):
@@ -153,7 +164,7 @@ def collect(
     return gathered.collected(tuple(sources))
 
 
-class _Gathered:
+class Gathered:
     """What rows come to, as they come."""
 
     def __init__(self, samples: Samples, known: set[bytes]) -> None:
@@ -172,9 +183,7 @@ class _Gathered:
                 self.duplicates += 1
                 continue
             fresh += 1
-            self.samples.append(sample, source)
-            self.truncated += sample.truncated
-            self._see(sample.input_ids)
+            self.keep(sample, source)
         # Only now: equal turns of one row are as many samples.
         self.known.update(bytes.fromhex(sample.tokens_sha256) for sample in result.samples)
         self.counts.update(kind for kind in ROW_KINDS if getattr(result, kind))
@@ -184,7 +193,11 @@ class _Gathered:
         self.first_skipped.setdefault(reason, result.why)
         return reason
 
-    def _see(self, ids: NDArray[np.int32]) -> None:
+    def keep(self, sample: Sample, source: int) -> None:
+        """Take a sample that is known to be new."""
+        self.samples.append(sample, source)
+        self.truncated += sample.truncated
+        ids = sample.input_ids
         most = int(ids.max())
         if most >= len(self.seen):
             self.seen = np.concatenate([self.seen, np.zeros(most + 1, dtype=bool)])

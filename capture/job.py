@@ -15,6 +15,7 @@ from capture.append import addition, appendable, plan_again, plan_append
 from capture.lines import Scan
 from capture.plan import Shards
 from capture.planning import plan_capture, tell_plan
+from capture.recall import recall
 from capture.settings import Settings, check_reading, scan_data
 from schemas.arrays import WITH_OUTLIERS
 from schemas.errors import CacheDamaged, CacheError, OptionError
@@ -70,7 +71,7 @@ def find_job(settings: Settings, say: Say, confirm: Callable[[Manifest], bool] =
         if len(generations_of(same)) > 1:
             plan, earlier = plan_again(settings, scans, same, say)
             return Job(found, plan=(same.model_copy(update={"complete": False}), plan), earlier=earlier)
-    manifest, plan, collected = plan_capture(settings, scans, say)
+    manifest, plan, collected = plan_capture(settings, scans, say, recall(settings, scans, found, say))
     check_free(open_store(out), *needed_bytes(manifest.identity, manifest.totals.shards, plan.nbytes))
     tell_plan(manifest, collected, say)
     return Job(found, plan=(manifest, plan), replaced=replaced)

@@ -112,8 +112,7 @@ class Planned:
         return self.samples.nbytes + sum(array.nbytes for array in own)
 
     def __iter__(self) -> Iterator[pa.Table]:
-        index, lengths = self.samples.rows(), self.samples.lengths()
-        starts = np.cumsum(lengths) - lengths
+        index, lengths, starts = self.samples.rows(), self.samples.lengths(), self.samples.starts()
         for shard, (first, last) in enumerate(pairwise(self.bounds.tolist())):
             inside = slice(first, last)
             places = self.places[inside]

@@ -2,31 +2,30 @@
 
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import torch
-import transformers
 
 from capture.collect import Collected, collect
 from capture.lines import Scan
 from capture.plan import Shards, build_plan
 from capture.settings import Settings, reading_record, sample_rules
 from capture.spool import spool_folder
-from capture.tell import first_skipped_record, tell_data
+from capture.tell import counts_record, first_skipped_record, tell_data, versions_record
 from schemas.manifest import Manifest
 from schemas.say import Say
 from target.tokens import mask_token
 
 
-def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[Manifest, Shards, Collected]:
-    """Read and tokenise the data, choose the mask token, lay out the shards. Raises UserError (its kinds)."""
+def plan_capture(
+    settings: Settings, scans: Sequence[Scan], say: Say, collected: Collected | None = None
+) -> tuple[Manifest, Shards, Collected]:
+    """Read and tokenise the data, unless it was `collected`, choose the mask token, lay out the shards. Raises UserError (its kinds)."""
     options, identity = settings.options, settings.identity
     vocab_size = identity.target.vocab_size
-    rules = sample_rules(settings)
-    collected = collect(
+    collected = collected or collect(
         settings.chat,
         scans,
-        rules,
+        sample_rules(settings),
         lambda done, total: say.progress("reading", done, total),
         folder=spool_folder(options.out),
     )
@@ -46,14 +45,14 @@ def plan_capture(settings: Settings, scans: Sequence[Scan], say: Say) -> tuple[M
         totals=totals,
         mask_token_source=mask_source,
         record={
-            "dflash-pipeline": version("dflash-pipeline"),
+            **versions_record(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
             "python": platform.python_version(),
             "device": settings.device.type,
             "attn": options.attn,
             **reading_record(settings),
             **first_skipped_record(collected.first_skipped),
+            **counts_record(collected),
             "prefill_chunk": str(options.prefill_chunk or "none"),
         },
     )

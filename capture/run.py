@@ -12,6 +12,7 @@ from capture.crew import Crew, gather
 from capture.job import Job, find_job, known_channels, open_writer, same_as
 from capture.planning import plan_capture, tell_plan
 from capture.progress import Progress
+from capture.recall import recall
 from capture.settings import Settings, scan_data, settle
 from capture.shards import run_shards
 from schemas.manifest import Manifest
@@ -69,7 +70,7 @@ def dry_run(options: CaptureOptions, say: Say) -> DryRun | None:
         manifest, collected = addition(planned[0], held), planned[2]
     else:
         same_as(found, settings, scans)
-        manifest, _, collected = plan_capture(settings, scans, say)
+        manifest, _, collected = plan_capture(settings, scans, say, recall(settings, scans, found, say))
     tell_plan(manifest, collected, say)
     return DryRun(manifest, collected.truncated, open_store(options.out).free_bytes())
 

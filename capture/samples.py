@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from capture.conversations import Conversation, Given, parse_conversation
 from capture.lines import BadRow, Line
+from capture.pieces import join_turns, plain_piece
 from schemas.errors import DataError
 from schemas.options import DataFormat, Reasoning
 from target.chat import Chat, Turn, encodes_side_by_side
@@ -188,7 +189,7 @@ def _finish(chat: Chat, item: _Prepared, pairs: Sequence[tuple[list[int], list[i
         _check_ids(item.given.input_ids, where, rules.vocab_size)
         pieces = [(0, item.given.input_ids, item.given.loss_mask)]
     elif item.plain:
-        pieces = [_plain_piece(list(chat.lead), pairs[0][1])]
+        pieces = [plain_piece(list(chat.lead), pairs[0][1])]
     else:
         for turn, (_, answer) in zip(item.turns, pairs, strict=True):
             try:
@@ -220,13 +221,6 @@ def _finish(chat: Chat, item: _Prepared, pairs: Sequence[tuple[list[int], list[i
     )
 
 
-def _plain_piece(lead: list[int], ids: list[int]) -> tuple[int, list[int], list[int]]:
-    # All of a plain text but its first token, before which the target has nothing to go on.
-    ids = ids if ids[: len(lead)] == lead else lead + ids
-    first = max(1, len(lead))
-    return 0, ids, [0] * min(first, len(ids)) + [1] * (len(ids) - first)
-
-
 def _check_bos(chat: Chat, ids: Sequence[int], where: str) -> None:
     bos = chat.tokenizer.bos_token_id
     if bos is not None and list(ids[:2]) == [bos, bos]:
@@ -235,24 +229,6 @@ def _check_bos(chat: Chat, ids: Sequence[int], where: str) -> None:
             "the text",
             "two BOS tokens",
         )
-
-
-def join_turns(pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[int, list[int], list[int]]]:
-    """Samples (number of the first answer in it, ids, mask) of a conversation's (context ids, answer ids).
-
-    A turn extends the sample before it where its context begins with that sample's ids. Templates that rewrite earlier
-    turns (dropping their reasoning) break this; then a new sample begins, so that before every answer stands exactly
-    what the target would be given.
-    """
-    done: list[tuple[int, list[int], list[int]]] = []
-    for number, (context, answer) in enumerate(pairs):
-        if done and context[: len(done[-1][1])] == done[-1][1]:
-            first, ids, mask = done.pop()
-            mask = mask + [0] * (len(context) - len(ids)) + [1] * len(answer)
-            done.append((first, context + answer, mask))
-        else:
-            done.append((number, context + answer, [0] * len(context) + [1] * len(answer)))
-    return done
 
 
 def _sample(

@@ -1,14 +1,50 @@
 """What a capture or a preview says of its data: rows kept and left out, by reason, and what a user should know of them."""
 
-from capture.collect import Collected
+from importlib.metadata import version
+from itertools import zip_longest
+
+import transformers
+
+from capture.collect import DUPLICATE, ROW_KINDS, Collected
 from schemas.manifest import FIRST_SKIPPED, Manifest
 from schemas.say import Say
+
+COUNTS = "counts"
 
 
 def first_skipped_record(first_skipped: dict[str, str]) -> dict[str, str]:
     """The first row of each reason as an entry of the manifest's record; none where every row was kept."""
     text = "; ".join(f"{reason}: {why}" for reason, why in sorted(first_skipped.items()))
     return {FIRST_SKIPPED: text} if text else {}
+
+
+def first_skipped_of_record(manifest: Manifest) -> dict[str, str] | None:
+    """What `first_skipped_record` made an entry of; None where that cannot be told."""
+    text = manifest.record.get(FIRST_SKIPPED, "")
+    reasons = sorted({reason for source in manifest.sources for reason in source.skipped})
+    text = text.removeprefix(f"{reasons[0]}: ") if reasons else text
+    found: dict[str, str] = {}
+    for reason, after in zip_longest(reasons, reasons[1:]):
+        found[reason], _, text = text.partition(f"; {after}: ") if after else (text, "", "")
+    return found if first_skipped_record(found).get(FIRST_SKIPPED) == manifest.record.get(FIRST_SKIPPED) else None
+
+
+def counts_record(collected: Collected) -> dict[str, str]:
+    """How many samples are duplicates and rows of each kind, as an entry of the manifest's record."""
+    counts = {DUPLICATE: collected.duplicates} | {kind: collected.counts[kind] for kind in ROW_KINDS}
+    return {COUNTS: " ".join(f"{name}:{count}" for name, count in counts.items() if count or name == DUPLICATE)}
+
+
+def counts_of_record(manifest: Manifest) -> dict[str, int] | None:
+    """What `counts_record` made an entry of; None for a cache of a version that did not."""
+    pairs = [part.partition(":") for part in manifest.record.get(COUNTS, "").split()]
+    known = pairs and all(name in (DUPLICATE, *ROW_KINDS) and count.isdecimal() for name, _, count in pairs)
+    return {name: int(count) for name, _, count in pairs} if known else None
+
+
+def versions_record() -> dict[str, str]:
+    """The versions that decide how text becomes tokens, as entries of the manifest's record."""
+    return {"dflash-pipeline": version("dflash-pipeline"), "transformers": transformers.__version__}
 
 
 def tell_data(manifest: Manifest, collected: Collected, say: Say) -> None:

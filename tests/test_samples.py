@@ -9,7 +9,8 @@ from capture_fixtures import THINKING_TEMPLATE, copy_tokenizer, shipped_rows, ta
 
 from capture import samples as samples_module
 from capture.lines import read_lines, scan_files
-from capture.samples import NOTHING_SUPERVISED, TOO_SHORT, SampleRules, join_turns, samples_of, split_side
+from capture.pieces import join_turns
+from capture.samples import NOTHING_SUPERVISED, TOO_SHORT, SampleRules, samples_of, split_side
 from target.chat import encode_texts, open_chat, prompt_ids
 from target.load import TargetRef, resolve_target
 
