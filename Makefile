@@ -41,6 +41,7 @@ bench: setup ## measure every stage, as ratios in the same run (on an otherwise 
 	$(BIN)/python benchmarks/capturing.py --target wide --rows 40 --turns 8 --rounds 1
 	$(BIN)/python benchmarks/capture_memory.py
 	$(BIN)/python benchmarks/tokenising.py
+	$(BIN)/python benchmarks/planning_memory.py
 	$(BIN)/python benchmarks/objective.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/ranks.py

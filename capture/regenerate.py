@@ -20,9 +20,9 @@ from capture.conversations import parse_conversation
 from capture.generate import Sampling, greedy_answers, sampled_answers
 from capture.journal import Answer, Answers, add_batch, begin_journal, open_journal, partial_path
 from capture.lines import BadRow, Scan, parse_object, read_lines, scan_files
+from capture.pieces import join_turns
 from capture.prompts import Prompt, read_prompts
 from capture.replies import ServerAnswers, answer_message
-from capture.samples import join_turns
 from capture.workers import side_by_side
 from schemas.errors import DataError
 from schemas.options import RegenerateOptions
