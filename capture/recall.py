@@ -21,7 +21,7 @@ from capture.collect import DUPLICATE, OWN_COLUMNS, Collected, Gathered, Samples
 from capture.conversations import NO_ASSISTANT
 from capture.lines import Scan
 from capture.messages import UNKNOWN_ROLE
-from capture.samples import EMPTY, NOTHING_SUPERVISED, TOO_SHORT, Sample
+from capture.samples import EMPTY, NOTHING_SUPERVISED, TOO_SHORT, Sample, tokens_sha256
 from capture.settings import Settings, reading_record
 from capture.spool import spool_folder
 from capture.tell import counts_of_record, first_skipped_of_record, versions_record
@@ -91,7 +91,7 @@ def _shards(out: str, found: Manifest) -> Iterator[tuple[pa.Table, Tokens]]:
             ids, mask = (table[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "loss_mask"))
             yield table, (ids, mask)
         return
-    cache = open_cache(out)
+    cache = open_cache(out, found.identity.layers[:1])
     shards = cache.index["shard"].to_numpy()
     bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
     for start, stop in pairwise(bounds):
@@ -102,13 +102,16 @@ def _shards(out: str, found: Manifest) -> Iterator[tuple[pa.Table, Tokens]]:
 
 
 def _add(gathered: Gathered, rows: pa.Table, tokens: Tokens) -> list[int]:
-    # Each sample's turn, which its id ends with.
+    # Each sample's turn, which its id ends with. Raises CacheDamaged where its tokens are not those of the index.
     turns, place = [], 0
     columns: dict[str, list[Any]] = {name: rows[name].to_pylist() for name in (*OWN_COLUMNS, "length", "source")}
     for number, length in enumerate(columns["length"]):
         own = slice(place, place + length)
         known = {name: columns[name][number] for name in OWN_COLUMNS}
-        gathered.keep(Sample(input_ids=tokens[0][own], loss_mask=tokens[1][own], **known), columns["source"][number])
+        sample = Sample(input_ids=tokens[0][own], loss_mask=tokens[1][own], **known)
+        if tokens_sha256(sample.input_ids, sample.loss_mask) != sample.tokens_sha256:
+            raise CacheDamaged(f"sample {sample.sample_id} has other tokens than the index says")
+        gathered.keep(sample, columns["source"][number])
         turns.append(int(known["sample_id"].rpartition("-")[2]))
         place += length
     return turns

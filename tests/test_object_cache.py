@@ -188,7 +188,14 @@ def test_overwriting_removes_all_that_was_there(s3, folder, target, data, local,
     url = s3.upload(folder / "local", "overwritten/hs.zarr")
     options = asked(target, data, url, layers=(1,), overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr(cache.objects.ObjectStore, "sizes", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        sizes = cache.objects.ObjectStore.sizes
+
+        def interrupted(self, prefix=""):
+            if not prefix:  # all that is there, to be removed
+                raise KeyboardInterrupt
+            return sizes(self, prefix)
+
+        patch.setattr(cache.objects.ObjectStore, "sizes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             capture(options, Recorder())
     with pytest.raises(CacheError, match="no hidden-state cache"):

@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, talk, write_jsonl
 
@@ -103,6 +105,19 @@ def test_whatever_decides_tokens_makes_the_data_be_read(finished, folder, tmp_pa
     assert contents(out) == contents(fresh)
 
 
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[9] ^= 1
+    path.write_bytes(data)
+
+
+def another_hash(path: Path) -> None:
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("tokens_sha256")
+    hashes = ["0" * 64, *table["tokens_sha256"].to_pylist()[1:]]
+    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(hashes)), path)
+
+
 def changed(out: Path, change) -> None:
     """Change the manifest's record, or a file of the cache."""
     document = json.loads((out / "zarr.json").read_text())
@@ -120,6 +135,8 @@ def changed(out: Path, change) -> None:
         lambda _, out: (out / "target/generation_config.json").write_text("{}"),
         lambda _, out: (out / "index.parquet").unlink(),
         lambda _, out: (out / "tokens/input_ids/c/1").write_bytes(b"torn"),
+        lambda _, out: flip(out / "tokens/loss_mask/c/1"),
+        lambda _, out: another_hash(out / "index.parquet"),
     ],
 )
 def test_what_is_not_certainly_the_same_is_read(finished, folder, tmp_path, change, monkeypatch):
