@@ -21,9 +21,9 @@ from schemas.manifest import Identity, Totals
 OPEN_SHARDS = 64
 SHARD_BYTES = 1 << 30
 MOST_SHARD_TOKENS = 65_536
-# What another forward pass costs, in padded tokens: SmolLM2 on two cores takes as long for none as for 77 tokens (37 without its
-# head). With 64 real conversations come to 1 to 3% padding in batches of 1,200 to 2,500 tokens.
-BATCH_COST = 64
+# What another forward pass costs, in padded tokens: SmolLM2's layers take as long for none as for 37 tokens on two cores. With 40
+# real conversations come to 1 to 3% padding in batches of some 1,200 tokens; more would be few and large ones.
+BATCH_COST = 40
 
 
 def pack(lengths: Sequence[int], shard_tokens: int, open_shards: int = OPEN_SHARDS) -> list[int]:
