@@ -1,9 +1,9 @@
 """Four drafts from one capture, of capturing and training four times: blocks of 8 and 16, dflash and dflash2, by the commands users type.
 
-    python benchmarks/four_drafts.py --target work/smollm2/model --data work/smollm2/answers.jsonl --layers 1,10,19,28 [--steps 150]
+    python benchmarks/four_drafts.py --target work/smollm2/model --data work/smollm2/answers.jsonl --layers 1,10,19,28 --rows 264
 
-The share depends on how long one trains: with C seconds of capturing and T of training a draft it is (C + 4 T) / (4 C + 4 T), a half
-where a draft trains half as long as the capture ran. Both are printed.
+Each draft trains for `--epochs` passes. The share depends on that: with C seconds of capturing and T of training a draft it is
+(C + 4 T) / (4 C + 4 T), a half where a draft trains half as long as the capture ran.
 """
 
 import argparse
@@ -29,13 +29,14 @@ def main() -> None:
     parser.add_argument("--data", default="work/demo/answers.jsonl")
     parser.add_argument("--layers", default="1,2,4")
     parser.add_argument("--config", default="demo/tiny.yaml")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--epochs", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cache = f"{folder}/hs.zarr"
         captured = seconds(
             *("capture", "--target", options.target, "--data", options.data, "--layers", options.layers),
-            *("--dtype", "float32", "--max-length", "512", "--out", cache),
+            *("--dtype", "float32", "--max-length", "512", "--limit", str(options.rows), "--out", cache),
         )
         print(f"capture {captured:.0f} s", flush=True)
         trained = []
@@ -44,11 +45,11 @@ def main() -> None:
                 trained.append(
                     seconds(
                         *("train", "--cache", cache, "--draft", kind, "--config", options.config),
-                        *("--set", f"draft.block_size={block}", "--steps", str(options.steps)),
+                        *("--set", f"draft.block_size={block}", "--epochs", str(options.epochs)),
                         *("--out", f"{folder}/{kind}-{block}"),
                     )
                 )
-                print(f"train {kind}, block {block}, {options.steps} steps: {trained[-1]:.0f} s", flush=True)
+                print(f"train {kind}, block {block}, {options.epochs} epochs: {trained[-1]:.0f} s", flush=True)
     count, total = len(trained), sum(trained)
     print(
         f"{count} drafts from one capture / capture and train each {(captured + total) / (count * captured + total):.2f}"
