@@ -1,5 +1,7 @@
 """Processes that work together: the store they meet in, a tensor that is spread over them, and what the end of one looks like."""
 
+import os
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -7,8 +9,8 @@ from torch import Tensor
 
 from schemas.ranks import Ranks
 
-# A launcher takes the first that ends for the one that failed: whoever stops because of another waits so long.
-STAND_BY_SECONDS = 1.0
+# How long whoever stops because of another lets that one end first: where a launcher will end it, and alone.
+LAUNCHED_SECONDS, STAND_BY_SECONDS = 20.0, 1.0
 MEETING = timedelta(minutes=10)
 
 
@@ -18,6 +20,14 @@ def meet(ranks: Ranks, purpose: str) -> dist.Store:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world, timeout=MEETING))
     return dist.PrefixStore(purpose, store)
+
+
+def stand_by() -> None:
+    """Let the process that failed end first, since a launcher takes the first that ends for it, and gives its exit code.
+
+    Ending takes Python seconds on a busy machine. torch's launcher stops this wait as soon as it sees one process gone.
+    """
+    time.sleep(LAUNCHED_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else STAND_BY_SECONDS)
 
 
 def lost_peer(fault: BaseException) -> str | None:

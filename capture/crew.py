@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from cache.peers import STAND_BY_SECONDS, lost_peer, meet
+from cache.peers import lost_peer, meet, stand_by
 from schemas.errors import Bystander, DflashError, OptionError
 from schemas.ranks import Ranks
 
@@ -93,7 +93,7 @@ def gather(ranks: Ranks, tp: int) -> Iterator[Crew]:
         reason = _reason(crew, fault)
         if reason is None:
             raise
-        time.sleep(STAND_BY_SECONDS)
+        stand_by()
         raise Bystander(reason) from None
     _leave(crew)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cache.device import resolve_device
-from cache.peers import STAND_BY_SECONDS, lost_peer, meet
+from cache.peers import lost_peer, meet, stand_by
 from schemas.errors import Bystander, DflashError, Interrupted
 from schemas.ranks import ALONE, Ranks
 
@@ -105,7 +105,7 @@ def assemble(ranks: Ranks, device: str) -> Iterator[Team]:
         if reason is None:
             _let_hear(store, ranks)
             raise
-        time.sleep(STAND_BY_SECONDS)
+        stand_by()
         raise Bystander(reason) from None
     dist.destroy_process_group()
 
