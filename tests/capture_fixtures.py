@@ -114,3 +114,8 @@ def capture_options(target: str, data: str, out: Path, **options: Any) -> Captur
         "batch_tokens": 512,
     }
     return CaptureOptions(target=target, data=(data,), out=str(out), **{"val_fraction": 0.2, **small, **options})
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a cache on a disk."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
