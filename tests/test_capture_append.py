@@ -1,27 +1,24 @@
-"""`capture --append` from options to a grown cache: what is added, what is refused, and mending what was appended."""
+"""`capture --append` from options to a grown cache: what is added, going on after a kill, and mending what was appended."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, talk, write_jsonl
+from append_fixtures import LAST, MORE, ROWS, command, three_files
+from capture_fixtures import Recorder, contents, random_target, shipped_rows, write_jsonl
 from kills import killed_before_object
 
 from cache.append import pending_append
-from cache.merge import merge
 from cache.read import open_cache
-from cache.verify import forget, verify
+from cache.verify import verify
 from cache.write import CacheWriter
 from capture import append as append_module
 from capture import planning as planning_module
 from capture import run as run_module
 from capture.run import capture, dry_run
-from schemas.errors import CacheError, DflashError, OptionError
+from schemas.errors import CacheError, DflashError
 from schemas.options import CaptureOptions
 from schemas.say import Silent
-
-ROWS, MORE, LAST = 14, 12, 5
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +33,7 @@ def target(folder):
 
 @pytest.fixture(scope="module")
 def data(folder) -> list[str]:
-    """Three files; the second repeats two rows of the first, the third one of each."""
-    rows = shipped_rows(ROWS + MORE + LAST)
-    first, more, last = rows[:ROWS], rows[ROWS : ROWS + MORE], rows[-LAST:]
-    parts = [first, [first[3], *more, first[0]], [*last, more[2], first[5]]]
-    return [write_jsonl(folder / f"{name}.jsonl", part) for name, part in zip("abc", parts, strict=True)]
-
-
-def command(target: str, data: list[str], out: Path, **options: object) -> CaptureOptions:
-    return capture_options(target, data[0], out, **{"layers": (0, 2), **options}).model_copy(
-        update={"data": tuple(data)}
-    )
+    return three_files(folder)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +50,6 @@ def grown(folder, target, data, base):
     for path in data[1:]:
         capture(command(target, [path], out, append=True), Recorder())
     return out
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 @pytest.fixture
@@ -171,45 +154,6 @@ def test_a_dry_run_shows_what_would_be_added(target, data, base, grown):
     assert contents(base) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"layers": (0, 1)}, r"layers \(0, 2\).*asks for \(0, 1\)"),
-        ({"max_length": 128}, "max_length 256.*128"),
-        ({"mask_token_id": 2047}, "mask_token_id 3.*2047"),
-        ({"shard_tokens": 2048}, "shard_tokens 1024.*2048"),
-        ({"reasoning": "mask"}, "reasoning 'keep'.*'mask'"),
-    ],
-)
-def test_other_settings_are_refused_naming_both(target, data, base, options, rule):
-    before = contents(base)
-    with pytest.raises(CacheError, match=rule):
-        capture(command(target, data[1:2], base, append=True, **options), Recorder())
-    assert contents(base) == before
-
-
-def test_a_mask_token_that_the_new_data_holds_is_refused(folder, target, data, base):
-    token = json.loads((Path(target) / "tokenizer_config.json").read_text())["mask_token"]
-    path = write_jsonl(folder / "masked.jsonl", [talk("what?", f"this: {token} and more")])
-    before = contents(base)
-    with pytest.raises(OptionError, match=r"the mask token of .*, 3 \('.*'\), occurs in .*masked.jsonl"):
-        capture(command(target, [path], base, append=True), Recorder())
-    assert contents(base) == before
-
-
-def test_what_cannot_be_appended_to_is_refused(tmp_path, target, data, base, copy):
-    with pytest.raises(CacheError, match="holds no cache yet: leave out --append"):
-        capture(command(target, data[1:2], tmp_path / "none", append=True), Recorder())
-    out = copy(base)
-    (out / "hidden/0/c/0/0").unlink()
-    with pytest.raises(CacheError, match=r"is damaged \(hidden/0/c/0/0: missing\)"):
-        capture(command(target, data[1:2], out, append=True), Recorder())
-    forget(str(out), verify(str(out), False, Silent())[1])
-    with pytest.raises(CacheError, match="is not finished"):
-        capture(command(target, data[1:2], out, append=True), Recorder())
-    assert not (out / "plan.parquet").exists()
-
-
 def test_the_mask_token_that_was_chosen_once_need_not_be_typed_again(target, data, tmp_path):
     out = tmp_path / "chosen"
     capture(command(target, data[:1], out, mask_token_id=2047), Recorder())
@@ -304,29 +248,3 @@ def test_an_append_that_was_forgotten_under_repair_begins_anew(target, data, bas
     for path in data[1:]:
         capture(command(target, [path], out, append=True), Recorder())
     assert contents(out) == contents(grown)
-
-
-def test_append_and_overwrite_contradict_each_other():
-    with pytest.raises(ValueError, match="give one of them"):
-        CaptureOptions(target="x", append=True, overwrite=True)
-
-
-def test_a_merged_cache_is_not_captured_again(target, data, base, folder, tmp_path):
-    other, out = tmp_path / "other", tmp_path / "merged"
-    capture(command(target, data[1:2], other), Recorder())
-    merge([str(base), str(other)], str(out), Silent())
-    say = Recorder()
-    capture(command(target, data[:2], out), say)
-    assert "nothing to do" in say.notes[-1]
-    harmed = tmp_path / "harmed"
-    shutil.copytree(out, harmed)
-    (harmed / "hidden/0/c/1/0").unlink()
-    with pytest.raises(CacheError, match="cannot be captured again: run its `dflash merge`"):
-        capture(command(target, data[:2], harmed), Recorder())
-    capture(command(target, data[2:], out, append=True), Recorder())
-    assert open_cache(str(out)).manifest.totals.samples == ROWS + MORE + LAST
-    (out / "hidden/0/c/1/0").unlink()
-    before = contents(out)
-    with pytest.raises(CacheError, match="merge its caches again, into another --out, and append"):
-        capture(command(target, data, out), Recorder())
-    assert contents(out) == before
