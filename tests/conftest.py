@@ -15,6 +15,7 @@ import pytest
 from s3_server import S3Server, serve_s3
 
 if TYPE_CHECKING:
+    from crew_fixtures import Driver as CrewDriver
     from ranks_fixtures import Driver
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,16 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 def driver() -> "Iterator[Driver]":
     """The process that forks the ranks of trainings."""
     from ranks_fixtures import Driver
+
+    driver = Driver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="session")
+def crew_driver() -> "Iterator[CrewDriver]":
+    """The process that forks the processes of captures."""
+    from crew_fixtures import Driver
 
     driver = Driver()
     yield driver

@@ -1,50 +1,26 @@
-"""Several processes capture together: any number, any kills and restarts, the same bytes; a sharded target, the same states."""
+"""Several processes capture together: any number, any kills and restarts, the same bytes."""
 
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from capture_fixtures import ROOT, capture_options, random_target, shipped_rows, write_jsonl
+from capture_fixtures import ROOT, contents, random_target, shipped_rows, write_jsonl
+from crew_fixtures import ROWS, Driver, options_for
 
 from cache.read import open_cache
 from cache.store import LocalStore
 from capture.crew import gather
-from schemas.errors import Bystander, OptionError, TargetError
+from schemas.errors import Bystander, OptionError
 from schemas.ranks import ALONE, Ranks, ranks_of
-from target.load import resolve_target
-from target.parallel import check_parallel
-
-ROWS = 40
-
-
-class Driver:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "crew_driver.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-    def run(self, world: int, options, kill: tuple[int, ...] = (), after: float = 0.0) -> tuple[list[int], float]:
-        step = {"world": world, "options": options.model_dump(mode="json"), "kill": kill, "after": after}
-        self.process.stdin.write(json.dumps(step) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        return answer["codes"], answer["seconds"]
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[Driver]:
-    driver = Driver()
-    yield driver
-    driver.process.stdin.close()
-    driver.process.wait()
+def driver(crew_driver: Driver) -> Driver:
+    return crew_driver
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +36,6 @@ def target(folder) -> str:
 @pytest.fixture(scope="module")
 def data(folder) -> str:
     return write_jsonl(folder / "rows.jsonl", shipped_rows(ROWS))
-
-
-def options_for(target: str, data: str, out: Path, **options):
-    return capture_options(target, data, out, layers=(0, 2), **options)
-
-
-def contents(cache: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.glob("**/*")) if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -121,34 +89,6 @@ def test_killed_at_many_random_moments(driver, folder, target, data, alone, seed
     assert kill_and_go_on(driver, folder / f"many-{seed}", target, data, alone, kills=30, seed=100 + seed) == 30
 
 
-def assert_same_to_rounding(whole, parts) -> None:
-    """The hidden states and the top-k of two caches of one plan."""
-    rows = whole.manifest.totals.shards * whole.manifest.identity.shard_tokens
-    torch.testing.assert_close(parts.hidden(0, rows, (0, 2)), whole.hidden(0, rows, (0, 2)), atol=2e-5, rtol=1e-5)
-    (ids, logprobs, rest), (part_ids, part_logprobs, part_rest) = whole.topk(0, rows), parts.topk(0, rows)
-    assert (ids != part_ids).float().mean() < 1e-3, "only ties change places"
-    torch.testing.assert_close(part_logprobs, logprobs, atol=8e-3, rtol=0)  # one unit of float16
-    torch.testing.assert_close(part_rest, rest, atol=1e-4, rtol=0)
-
-
-def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, alone):
-    """tp=2, once as one copy of the target over two processes, once as two copies over four: equal to each other in bytes, to one process to rounding."""
-    for world, out in ((2, folder / "tp"), (4, folder / "tp-twice")):
-        assert driver.run(world, options_for(target, data, out, tp=2))[0] == [0] * world
-    assert contents(folder / "tp") == contents(folder / "tp-twice")
-    whole, parts = open_cache(str(folder / "alone")), open_cache(str(folder / "tp"))
-    assert parts.manifest.identity.tp == 2
-    assert_same_to_rounding(whole, parts)
-    key = "target/head.safetensors"
-    assert contents(folder / "tp")[key] == contents(folder / "alone")[key]
-
-
-def test_a_sharded_target_takes_long_samples_in_pieces(driver, folder, target, data, alone):
-    out = folder / "tp-pieces"
-    assert driver.run(2, options_for(target, data, out, tp=2, prefill_chunk=16))[0] == [0, 0]
-    assert_same_to_rounding(open_cache(str(folder / "alone")), open_cache(str(out)))
-
-
 def test_any_number_of_processes_appends_the_same_bytes(driver, folder, target, data):
     more = write_jsonl(folder / "more.jsonl", shipped_rows(2 * ROWS)[ROWS - 1 :])
     for world in (1, 2):
@@ -158,48 +98,6 @@ def test_any_number_of_processes_appends_the_same_bytes(driver, folder, target, 
     assert contents(folder / "grown-by-1") == contents(folder / "grown-by-2")
     totals = open_cache(str(folder / "grown-by-2")).manifest.totals
     assert totals.samples == 2 * ROWS, "the row that both files hold is there once"
-
-
-def test_a_sharded_target_calibrates_together_and_all_processes_use_what_it_found(driver, folder, target, data):
-    for world, out in ((2, folder / "tp-int8"), (4, folder / "tp-int8-twice")):
-        assert driver.run(world, options_for(target, data, out, tp=2, codec="int8"))[0] == [0] * world
-    assert contents(folder / "tp-int8") == contents(folder / "tp-int8-twice")
-    channels = open_cache(str(folder / "tp-int8")).codec.channels
-    assert set(channels) == {0, 2} and all(len(own) == 8 for own in channels.values())
-
-
-@pytest.mark.parametrize("layers", [{"tie_word_embeddings": False}, {"num_key_value_heads": 1}])
-def test_untied_heads_and_single_key_heads(driver, folder, data, layers):
-    target = random_target(folder / f"kind-{next(iter(layers))}", **{"num_key_value_heads": 2, **layers})
-    out = folder / f"cache-{next(iter(layers))}"
-    codes, _ = driver.run(2, options_for(target, data, out, tp=2))
-    if layers.get("num_key_value_heads") == 1:
-        assert sorted(codes) == [1, 2], "one process refuses, the other stands by"
-        assert not out.exists()
-        return
-    assert codes == [0, 0]
-    assert driver.run(1, options_for(target, data, folder / "untied-alone"))[0] == [0]
-    key = "target/head.safetensors"
-    assert contents(out)[key] == contents(folder / "untied-alone")[key]
-
-
-def test_a_target_that_cannot_be_shared_is_refused(target):
-    from target.load import read_config
-
-    config = read_config(resolve_target(target)).get_text_config()
-    cpu = torch.device("cpu")
-    check_parallel(config, 2, cpu)
-    with pytest.raises(
-        OptionError, match=r"--tp 3 does not divide the target's 2 attention heads: give one that does \(1, 2\)"
-    ):
-        check_parallel(config, 3, cpu)
-    config.vocab_size = 2047
-    with pytest.raises(OptionError, match=r"2047 vocabulary rows.*\(1\)"):
-        check_parallel(config, 2, cpu)
-    config.vocab_size = 2048
-    config.base_model_tp_plan = None
-    with pytest.raises(TargetError, match="no tensor-parallel plan"):
-        check_parallel(config, 2, cpu)
 
 
 MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
