@@ -4,17 +4,15 @@ Shards are numbered on from cache to cache. A sample whose tokens came before is
 nothing is left is not copied. All is written as in a capture: shard objects, the shard's record, index, and zarr.json last.
 """
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from cache.append import array_document, put_array_document
 from cache.checksum import crc32c
 from cache.disk import check_free, needed_bytes
-from cache.index import INDEX
+from cache.index import write_index
 from cache.layout import write_root
 from cache.parts import Part, manifest_of, opened, parts_of, pieces, target_files
 from cache.read import Cache
@@ -61,9 +59,7 @@ def merge(paths: Sequence[str], out: str, say: Say) -> Merged:
     _copy_shards(store, missing, say)
     for name in target_files(parts[0].cache):
         store.put(name, pieces(parts[0].cache.store, name))
-    buffer = io.BytesIO()
-    pq.write_table(index, buffer, compression="zstd")
-    store.put(INDEX, [buffer.getvalue()])
+    write_index(store, index)
     write_root(store, merged.manifest)
     store.clean_workspaces()
     return merged

@@ -15,7 +15,7 @@ from cache.buffers import Buffers
 from cache.chunks import ChunkReader
 from cache.codecs import HiddenCodec
 from cache.generations import maker
-from cache.index import read_index
+from cache.index import index_vouched, read_index
 from cache.layout import read_channels, read_root, write_root
 from cache.store import Store, open_store
 from cache.write import object_sizes, parse_record
@@ -52,6 +52,8 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
         rows = read_index(store, manifest).to_pylist()
     except (CacheDamaged, CacheError) as fault:
         return manifest, [*faults, Fault("index.parquet", str(fault))]
+    if index_vouched(store) is False:
+        faults.append(Fault("index.parquet", "holds other rows than were written"))
     faults += _index_faults(manifest, rows)
     by_shard: dict[int, list[dict[str, Any]]] = {}
     for row in rows:

@@ -4,19 +4,17 @@ A folder becomes a cache with its zarr.json (complete: false), is ready for work
 index.parquet and a zarr.json that says complete: true.
 """
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.codecs import Channels, HiddenCodec
 from cache.generations import earlier_metadata, generations_of, read_earlier, read_pending
-from cache.index import INDEX, read_index
+from cache.index import read_index, write_index
 from cache.layout import begin_root, read_channels, read_root, write_arrays, write_root
 from cache.plan import PLAN, Plan, Tables, write_plan
 from cache.shard import encode_shard
@@ -195,9 +193,7 @@ class CacheWriter:
         if self.first_shard:
             self._check_base(held)
             base = [read_index(self.store, held)]
-        buffer = io.BytesIO()
-        pq.write_table(pa.concat_tables([*base, self.plan.index()]).combine_chunks(), buffer, compression="zstd")
-        self.store.put(INDEX, [buffer.getvalue()])
+        write_index(self.store, pa.concat_tables([*base, self.plan.index()]))
         write_root(self.store, complete)
         self.store.delete(PLAN)
         self.store.clean_workspaces()

@@ -14,6 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.generations import GENERATIONS, MERGED
+from cache.index import index_vouched
 from cache.plan import Plan
 from cache.read import open_cache
 from cache.store import open_store
@@ -32,7 +33,8 @@ from schemas.say import Say
 # Rows that are left out without --skip-bad-rows.
 SOUND_REASONS = {DUPLICATE, NO_ASSISTANT, UNKNOWN_ROLE, EMPTY, NOTHING_SUPERVISED, TOO_SHORT}
 DECISIVE = ("target", "tokenizer_sha256", "chat_template_sha256", "max_length", "val_fraction")
-END_TOKENS = "target/generation_config.json"
+# Files of the target beside those hashed above: its end tokens, special tokens and the tokenizer's class and switches.
+TOKEN_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 Tokens = tuple[NDArray[np.int32], NDArray[np.uint8]]
 
 
@@ -64,6 +66,8 @@ def recall(settings: Settings, scans: Sequence[Scan], found: Manifest | None, sa
 
 def _same_tokens(settings: Settings, scans: Sequence[Scan], found: Manifest) -> bool:
     asked, held, record = settings.identity, found.identity, found.record
+    if not type(settings.chat.tokenizer).__module__.startswith("transformers."):  # code that came with the target
+        return False
     if any(getattr(asked, name) != getattr(held, name) for name in DECISIVE):
         return False
     if any(name in record for name in (GENERATIONS, MERGED, CONVERTED)):
@@ -75,8 +79,11 @@ def _same_tokens(settings: Settings, scans: Sequence[Scan], found: Manifest) -> 
         return False
     if [(s.shown, s.sha256, s.rows) for s in scans] != [(s.path, s.sha256, s.rows) for s in found.sources]:
         return False
-    own = settings.ref.folder / "generation_config.json"
-    return open_store(settings.options.out).get(END_TOKENS) == (own.read_bytes() if own.is_file() else None)
+    return all(
+        open_store(settings.options.out).get(f"target/{name}") == (own.read_bytes() if own.is_file() else None)
+        for name in TOKEN_FILES
+        for own in [settings.ref.folder / name]
+    )
 
 
 def _shards(out: str, found: Manifest) -> Iterator[tuple[pa.Table, Tokens]]:
@@ -91,6 +98,8 @@ def _shards(out: str, found: Manifest) -> Iterator[tuple[pa.Table, Tokens]]:
             ids, mask = (table[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "loss_mask"))
             yield table, (ids, mask)
         return
+    if not index_vouched(store):
+        raise CacheDamaged(f"{out} does not say, or not truly, which rows its index holds")
     cache = open_cache(out, found.identity.layers[:1])
     shards = cache.index["shard"].to_numpy()
     bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]

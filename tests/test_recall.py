@@ -1,6 +1,7 @@
 """The same data captured anew takes its tokens from the cache that is there: the same bytes as without it, or the data is read."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, talk, write_jsonl
 
-from cache.write import CacheWriter
+from cache.write import CacheWriter, existing_manifest
 from capture import planning as planning_module
 from capture.collect import collect
 from capture.lines import BadRow
+from capture.recall import recall
 from capture.run import capture, dry_run
+from capture.settings import scan_data, settle
 from capture.tell import first_skipped_of_record, first_skipped_record
 from schemas.errors import CacheError
 from schemas.manifest import Manifest, Source
@@ -182,3 +185,33 @@ def test_first_reasons_are_read_back_as_they_were():
 
     for first in ({}, {"duplicate": "a:1"}, {"z": "a:9", "bad line": "a:1: x; y: z", "duplicate": "b:2; c"}):
         assert held(first) == first
+
+
+def test_another_tokenizer_config_under_the_same_name_makes_the_data_be_read(folder, tmp_path):
+    target, out, fresh, say = tmp_path / "tiny", tmp_path / "hs.zarr", tmp_path / "fresh.zarr", Recorder()
+    shutil.copytree(folder / "tiny", target)
+    asked = capture_options(str(target), str(folder / "rows.jsonl"), out, layers=(0,), max_length=128, overwrite=True)
+    capture(asked, Recorder())
+    config = target / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": "<|im_start|>"}))
+    again = asked.model_copy(update={"layers": (1,)})
+    capture(again, say)
+    capture(again.model_copy(update={"out": str(fresh)}), Recorder())
+    assert not any("taken from" in note for note in say.notes)
+    assert contents(out) == contents(fresh)
+
+
+def test_rows_of_a_damaged_index_are_never_taken(finished, folder, tmp_path):
+    out, whole = tmp_path / "hs.zarr", (finished / "index.parquet").read_bytes()
+    shutil.copytree(finished, out)
+    settings = settle(command(folder, out, layers=(1,)), Recorder())
+    scans, found = scan_data(settings.options, Recorder()), existing_manifest(str(out))
+    sound = recall(settings, scans, found, Recorder())
+    assert sound is not None
+    draw = random.Random(0)
+    for place in draw.sample(range(len(whole)), 150):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << draw.randrange(8)
+        (out / "index.parquet").write_bytes(flipped)
+        taken = recall(settings, scans, found, Recorder())
+        assert taken is None or taken.samples.rows().equals(sound.samples.rows()), place
