@@ -21,6 +21,7 @@ from pipeline.sweep_table import sweep_table
 from schemas.errors import OptionError, TrainFault
 from schemas.options import TrainOptions
 from schemas.say import Say
+from train.optim import highest_rate
 from train.resolve import DEFAULT_EPOCHS
 from train.rundir import Provenance, holds_run, provenance_of, read_options, read_provenance
 
@@ -95,6 +96,7 @@ def is_finished(task: Task, now: Provenance) -> bool:
     if (stored.run.steps, stored.run.epochs) != (length if any(length) else (None, DEFAULT_EPOCHS)):
         return False
     before = stored.model_dump()
+    asked = asked.model_copy(update={"optim": asked.optim.model_copy(update={"lr": highest_rate(asked.optim)})})
     return all(
         value in ("auto", before[group][name]) or (name == "layers" and value is None)
         for group, fields in asked.model_dump(exclude={"log"}).items()

@@ -169,7 +169,8 @@ def test_devices_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a cache and a finished run `a` on it."""
     folder = tmp_path_factory.mktemp("trained")
-    train(options(run={"steps": 2}), train_cache(folder / "hs.zarr"), str(folder / "a"), False, Silent())
+    asked = options(run={"steps": 2}, optim={"lr": None})
+    train(asked, train_cache(folder / "hs.zarr"), str(folder / "a"), False, Silent())
     return folder
 
 
@@ -178,6 +179,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({}, True),
         ({"run": {"log_every": 1, "keep": 3}}, True),
+        ({"optim": {"lr": 6e-4}}, True),
+        ({"optim": {"lr": 2e-2}}, False),
         ({"run": {"steps": 6}}, False),
         ({"run": {"export": "last"}}, False),
         ({"loss": {"gamma": None}}, False),
@@ -188,7 +191,7 @@ def test_finished_is_what_was_asked_for_just_so(
     trained: Path, tmp_path: Path, groups: dict[str, Any], finished: bool
 ) -> None:
     cache = str(trained / "hs.zarr")
-    asked = options(**{**groups, "run": {"steps": 2, **groups.get("run", {})}})
+    asked = options(**{"optim": {"lr": None}, **groups, "run": {"steps": 2, **groups.get("run", {})}})
     now = provenance_of(open_cache(cache), cache)
     assert is_finished(Task("a", trained / "a", asked), now) == finished
     assert not is_finished(Task("b", tmp_path / "b", asked), now), "nothing is there"
