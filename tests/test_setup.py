@@ -21,7 +21,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_defaults_that_were_taken_are_said(cache: str, tmp_path: Path) -> None:
     heard = Heard()
     job = prepare(
-        options(run={"device": "auto", "steps": None}, loss={"lambda_decay": 0.25}),
+        options(run={"device": "auto", "steps": None}, loss={"lambda_decay": 0.25}, optim={"lr": 1e-3}),
         cache,
         str(tmp_path / "r"),
         False,
@@ -30,6 +30,19 @@ def test_defaults_that_were_taken_are_said(cache: str, tmp_path: Path) -> None:
     assert job.options.run.epochs == 6 and any("6 epochs" in note for note in heard.notes)
     assert torch.cuda.is_available() or any("training on the CPU" in note for note in heard.notes)
     assert heard.warnings == ["loss.lambda_decay=0.25 has no effect on kind dflash2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "warned"),
+    [("adamw", 1e-2, "optim.lr=0.01 is muon's rate, not adamw's"), ("muon", 6e-4, "adamw's rate"), ("adamw", None, "")],
+)
+def test_a_rate_that_came_with_another_optimizer_is_warned_of(
+    cache: str, tmp_path: Path, name: str, lr: float | None, warned: str
+) -> None:
+    heard = Heard()
+    job = prepare(options(optim={"name": name, "lr": lr}), cache, str(tmp_path / "r"), False, heard)
+    assert job.options.optim.lr == (lr or 6e-4)
+    assert len(heard.warnings) == bool(warned) and all(warned in warning for warning in heard.warnings)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import torch
 from cache.device import resolve_device
 from schemas.errors import CacheError, OptionError
 from schemas.manifest import Identity
-from schemas.options import RunOptions, TrainOptions
+from schemas.options import OptimOptions, RunOptions, TrainOptions
 from schemas.ranks import ALONE, Ranks
 from schemas.say import Say
 from train.float8 import check_float8
 from train.objective import resolve_gamma
-from train.optim import highest_rate
+from train.optim import RATES, highest_rate
 
 DEFAULT_EPOCHS = 6
 AVAILABLE = ("dflash", "dflash2")
@@ -54,6 +54,7 @@ def resolve_options(options: TrainOptions, identity: Identity, say: Say, ranks: 
     if run.float8:
         check_float8(device, run.precision)
     loss = options.loss.model_copy(update={"gamma": resolve_gamma(options.loss, options.draft.block_size)})
+    _warn_of_rate(options.optim, say)
     optim = options.optim.model_copy(update={"lr": highest_rate(options.optim)})
     return options.model_copy(update={"run": run, "loss": loss, "optim": optim})
 
@@ -79,6 +80,13 @@ def resolve_layers(asked: Sequence[int] | None, identity: Identity) -> tuple[int
         if layer == last:
             raise OptionError(f"layer {layer} is the target's last, whose norm runtimes disagree on: {offer}")
     return tuple(sorted(asked))
+
+
+def _warn_of_rate(options: OptimOptions, say: Say) -> None:
+    # As where --config is a run's config.yaml, which has the rate in full, and --set names the other optimizer.
+    for name, rate in RATES.items():
+        if options.lr == rate and options.name != name:
+            say.warn(f"optim.lr={rate:g} is {name}'s rate, not {options.name}'s: for that, set optim.lr=null")
 
 
 def _check_kind(options: TrainOptions, say: Say) -> None:
