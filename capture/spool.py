@@ -21,17 +21,20 @@ WRITE_BYTES = 1 << 20
 
 
 def spool_folder(out: str) -> Path:
-    """Where the tokens of a cache at `out` are kept: on its own disk, which is sized for it; else where temporary files are.
+    """Where the tokens of a cache at `out` are kept: beside it, on its own disk, which is sized for it; else where temporary files are.
 
-    A temporary folder is often a small disk in memory; TMPDIR names another.
+    A temporary folder is often a small disk in memory; TMPDIR names another. Not inside: NFS gives what is open there a name, and
+    a cache that is replaced could not be emptied.
     """
     folder = Path(out).absolute()
     if "://" not in out:
         with suppress(OSError):
             while not folder.is_dir():
                 folder = folder.parent
-            if os.access(folder, os.W_OK):
-                return folder
+            beside = folder.parent if folder == Path(out).absolute() else folder
+            for place in (beside, folder):
+                if os.stat(place).st_dev == os.stat(folder).st_dev and os.access(place, os.W_OK | os.X_OK):
+                    return place
     return Path(tempfile.gettempdir())
 
 

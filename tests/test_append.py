@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import zarr
 from cache_fixtures import make_cache, manifest, plan, shard_arrays
+from capture_fixtures import contents
 from kills import killed_before_object
 
 from cache.append import begin_append, grown, moved, pending_append, resume_append
@@ -24,10 +25,6 @@ from schemas.manifest import Manifest
 from schemas.say import Silent
 
 SHARD, OLD, NEW = 64, 2, 2
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 def stamps(path: Path) -> dict[str, int]:

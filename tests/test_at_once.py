@@ -3,10 +3,9 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from capture_fixtures import ROOT, Recorder, capture_options, random_target, shipped_rows, write_jsonl
+from capture_fixtures import ROOT, Recorder, capture_options, contents, random_target, shipped_rows, write_jsonl
 
 from cache.write import CacheWriter, existing_manifest
 from capture.run import capture
@@ -32,10 +31,6 @@ def data(folder):
 def finished(folder, target, data):
     capture(capture_options(target, data, folder / "finished", layers=(0, 2)), Recorder())
     return folder / "finished"
-
-
-def contents(cache: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.glob("**/*")) if path.is_file()}
 
 
 def test_two_captures_at_once_never_mix(finished, folder, target, data):

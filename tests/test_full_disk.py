@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_fixtures import identity
-from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, write_jsonl
+from capture_fixtures import Recorder, capture_options, contents, random_target, shipped_rows, write_jsonl
 
 import cache.store
 from cache.disk import SMALL_FILES_BYTES, check_free, needed_bytes
@@ -35,10 +35,6 @@ def folder(tmp_path_factory) -> Path:
 
 def options(folder: Path, out: Path):
     return capture_options(str(folder / "tiny"), str(folder / "rows.jsonl"), out, layers=(0, 2))
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 def check_nothing_torn(out: Path, whole: dict[str, bytes]) -> None:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import zarr
 from cache_fixtures import manifest, plan, shard_arrays
+from capture_fixtures import contents
 from kills import killed_before_object
 from train_fixtures import Heard, options, train_cache
 
@@ -25,10 +26,6 @@ from schemas.say import Silent
 from train.run import train
 
 SHARD = 64
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 @pytest.fixture(scope="module")

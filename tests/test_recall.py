@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from capture_fixtures import Recorder, capture_options, random_target, shipped_rows, talk, write_jsonl
+from capture_fixtures import Recorder, capture_options, contents, random_target, shipped_rows, talk, write_jsonl
 
 from cache.write import CacheWriter, existing_manifest
 from capture import planning as planning_module
@@ -35,10 +35,6 @@ def folder(tmp_path_factory):
 def command(folder: Path, out: Path, **options):
     small = {"layers": (0, 2), "max_length": 128, "shard_tokens": 512, "overwrite": True} | options
     return capture_options(str(folder / "tiny"), str(folder / "rows.jsonl"), out, **small)
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 @pytest.fixture(scope="module")

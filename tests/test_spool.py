@@ -151,13 +151,13 @@ def test_the_file_goes_with_its_samples():
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_tokens_are_kept_on_the_disk_of_the_cache(tmp_path, monkeypatch):
+def test_tokens_are_kept_beside_the_cache_on_its_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     assert spool_folder(str(tmp_path / "new" / "hs.zarr")) == tmp_path
     (tmp_path / "hs.zarr").mkdir()
-    assert spool_folder(str(tmp_path / "hs.zarr")) == tmp_path / "hs.zarr"
+    assert spool_folder(str(tmp_path / "hs.zarr")) == tmp_path, "not inside, where a replaced cache must be emptied"
     monkeypatch.chdir(tmp_path)
-    assert spool_folder("hs.zarr") == tmp_path / "hs.zarr"
+    assert spool_folder("hs.zarr") == tmp_path
     assert spool_folder("s3://bucket/hs.zarr") == tmp_path / "temporary"
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert spool_folder(str(tmp_path / "hs.zarr")) == tmp_path / "temporary"
