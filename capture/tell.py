@@ -3,8 +3,6 @@
 from importlib.metadata import version
 from itertools import zip_longest
 
-import transformers
-
 from capture.collect import DUPLICATE, ROW_KINDS, Collected
 from schemas.manifest import FIRST_SKIPPED, Manifest
 from schemas.say import Say
@@ -44,7 +42,7 @@ def counts_of_record(manifest: Manifest) -> dict[str, int] | None:
 
 def versions_record() -> dict[str, str]:
     """The versions that decide how text becomes tokens, as entries of the manifest's record."""
-    return {"dflash-pipeline": version("dflash-pipeline"), "transformers": transformers.__version__}
+    return {name: version(name) for name in ("dflash-pipeline", "transformers", "tokenizers", "jinja2")}
 
 
 def tell_data(manifest: Manifest, collected: Collected, say: Say) -> None:
