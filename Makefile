@@ -29,7 +29,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 test: setup ## run the tests (not the slow ones)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow

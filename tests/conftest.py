@@ -21,6 +21,23 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# A file is run by one worker: begun last, one of these would keep the others waiting.
+LONG = (
+    "test_pipeline",
+    "test_crew",
+    "test_compiled",
+    "test_object_cache",
+    "test_runtime",
+    "test_ranks_train",
+    "test_sharded_target",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, all else in its order."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture(scope="session")
 def tiny_chat() -> str:
     """The shipped 2.75M-parameter chat model."""

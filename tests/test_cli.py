@@ -187,7 +187,11 @@ def test_compare_prints_the_table():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_capture_that_is_stopped_says_how_to_go_on(tmp_path, tiny_chat, number, code):
-    command = [sys.executable, "-c", "from pipeline.cli import main; main()", "capture", "--target", tiny_chat, "--layers", "1,2",
+    # A test that runs in the background of a shell ignores Ctrl-C, and so would what it starts.
+    code_of_main = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from pipeline.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code_of_main, "capture", "--target", tiny_chat, "--layers", "1,2",
                "--shard-tokens", "2048", "--max-length", "512", "--out", str(tmp_path / "hs.zarr")]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 60
