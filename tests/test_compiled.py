@@ -94,12 +94,16 @@ def test_batches_of_any_size_take_the_graphs_made_before_the_first_step(cache: s
 
 def test_another_draft_in_the_process_does_not_use_up_the_graphs_of_this_one(cache: str, tmp_path: Path) -> None:
     """The compiler gives up on a function that it has compiled too often, and remembers which sizes it has seen to vary."""
+    made = []
     with torch._dynamo.config.patch(recompile_limit=1):
         for size in (4, 5):
+            before = counters["stats"]["unique_graphs"]
             chosen = options(draft={"kind": "dflash", "block_size": size})
             job = prepare(chosen, cache, str(tmp_path / str(size)), False, Silent())
             compile_layers(job.learner, 2, "eager")
             one_step(job, batches_of(job, STEPS[0]))
+            made.append(counters["stats"]["unique_graphs"] - before)
+    assert made[0] == made[1] > 0
 
 
 @pytest.mark.slow
