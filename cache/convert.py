@@ -123,8 +123,8 @@ def _shard(source: Cache, writer: CacheWriter, shard: int, device: torch.device)
     rows = writer.manifest.identity.shard_tokens
     names = [spec.name for spec in array_specs(writer.manifest.identity, 1)]
     if source.codec.name == writer.codec.name:
-        return {name: source.arrays[name].rows(shard * rows, rows) for name in names}
-    kept = {name: source.arrays[name].rows(shard * rows, rows) for name in names if not name.startswith("hidden")}
+        return {name: source.rows(name, shard * rows, rows) for name in names}
+    kept = {name: source.rows(name, shard * rows, rows) for name in names if not name.startswith("hidden")}
     for layer in source.layers:
         kept |= _recoded(source, writer.codec, shard * rows, rows, layer, device)
     return kept

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import zarr
 from numpy.typing import NDArray
 
@@ -24,12 +23,6 @@ class PlainReader:
     store: Store
     spec: ArraySpec
     buffers: Buffers
-
-    def rows(self, offset: int, length: int) -> NDArray[np.generic]:
-        """Rows offset .. offset + length - 1. Raises CacheDamaged, naming the array."""
-        out = self.buffers.array((length, *self.spec.shape[1:]), self.spec.dtype)
-        self.fill([(offset, length)], out)
-        return out
 
     def fill(self, spans: Sequence[tuple[int, int]], out: NDArray[Any]) -> None:
         """The rows of all spans, end to end, into `out`. Raises CacheDamaged."""

@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cache.buffers import Buffers
-from cache.chunks import ChunkDamaged, ChunkReader, read_rows
+from cache.chunks import ChunkDamaged, ChunkReader
 from cache.codecs import HiddenCodec, PackedStates, as_tensor
 from cache.generations import maker
 from cache.head import TargetHead
 from cache.index import read_index
 from cache.layout import is_ours, read_channels, read_root
 from cache.plain import PlainReader
+from cache.rows import read_rows
 from cache.store import Store, open_store
 from cache.write import object_sizes, read_records
 from schemas.arrays import ArraySpec, array_specs
@@ -130,6 +131,10 @@ class Cache:
             torch.from_numpy(logprobs.astype(np.float32)),
             torch.from_numpy(rest),
         )
+
+    def rows(self, name: str, offset: int, length: int) -> NDArray[Any]:
+        """Rows offset .. offset + length - 1 of an array, as they are stored. Raises CacheDamaged, naming it and its shard."""
+        return self._rows((name,), [(offset, length)])[0]
 
     def _rows(
         self, names: Sequence[str], spans: Sequence[tuple[int, int]], outs: Sequence[NDArray[Any]] | None = None

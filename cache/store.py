@@ -1,31 +1,26 @@
-"""Where a cache's objects lie. Every object appears whole or not at all: temporary name, fsync, rename, fsync of the folder."""
+"""Where a cache's objects lie. Every object appears whole or not at all."""
 
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from cache.checksum import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.mapped import MappedFiles
 from cache.spans import Run, Span, read_run
+from cache.whole import fsync_folder, write_whole
 from cache.workspace import TEMPORARY, is_leftover, workspace_name
-from schemas.errors import CacheError, DflashError, OptionError
+from schemas.errors import CacheError, OptionError
 from schemas.records import ObjectRecord
 
 OBJECT_STORES = ("s3", "gs", "az")
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a rename is only as durable as its folder."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_place(path: str) -> None:
@@ -42,59 +37,6 @@ def check_place(path: str) -> None:
         raise OptionError(f"--out {path}: {place} is a file, not a folder: give another --out")
     if not os.access(place, os.W_OK):
         raise OptionError(f"--out {path}: {place} cannot be written: change its permissions, or give another --out")
-
-
-def write_whole(
-    path: Path, parts: Iterable[bytes | memoryview], temporary: Path | None = None, new: bool = False
-) -> ObjectRecord:
-    """Write `parts`, in order, as the file `path`; a reader sees the old file or the new one.
-
-    `temporary` is the name to write under (same file system), by default one beside the file; `new` says that no such file
-    may be there. Returns its size and CRC-32C. Raises DflashError where the disk is full or refuses, FileExistsError for `new`.
-    """
-    temporary = temporary or path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    size, checksum = 0, 0
-    try:
-        for folder in (path.parent, temporary.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb", buffering=0) as file:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                checksum = crc32c(view, checksum)
-                size += len(view)
-                while len(view):
-                    view = view[file.write(view) or 0 :]
-            os.fsync(file.fileno())
-        _appear(temporary, path, new)
-        fsync_folder(path.parent)
-    except OSError as fault:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if new and isinstance(fault, FileExistsError) and path.exists():
-            raise
-        raise DflashError(
-            f"cannot write {path}: {fault.strerror or fault}: free some space or mend it, then run the same command again"
-        ) from fault
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return ObjectRecord(bytes=size, crc32c=f"{checksum:08x}")
-
-
-def _appear(temporary: Path, path: Path, new: bool) -> None:
-    if not new:
-        os.rename(temporary, path)
-        return
-    try:
-        # Of two processes that do this at once one gets the name, which a look and a rename cannot promise.
-        os.link(temporary, path)
-        os.unlink(temporary)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if path.exists():
-            raise FileExistsError(path) from None
-        os.rename(temporary, path)
 
 
 class Store(Protocol):
@@ -129,6 +71,9 @@ class Store(Protocol):
 
     def fill(self, runs: Sequence[Run]) -> Iterator[int]:
         """Read each run into its memory when the iterator reaches it; gives how many bytes there were. Raises OSError as `read`."""
+
+    def lend(self, key: str, offset: int, size: int) -> NDArray[np.uint8] | None:
+        """Bytes of an object where they lie in memory already, not to be written to; None where they have to be read."""
 
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""
@@ -173,6 +118,7 @@ class LocalStore:
     """A cache in a local folder."""
 
     root: Path
+    mapped: MappedFiles = field(default_factory=MappedFiles, compare=False, repr=False)
 
     def where(self, key: str = "") -> str:
         """The path."""
@@ -246,6 +192,10 @@ class LocalStore:
                     yield read_run(file, run)
             finally:
                 os.close(file)
+
+    def lend(self, key: str, offset: int, size: int) -> NDArray[np.uint8] | None:
+        """See `Store.lend`."""
+        return self.mapped.lend(f"{self.root}/{key}", offset, size)
 
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""

@@ -17,6 +17,7 @@ from cache.codecs import HiddenCodec
 from cache.generations import maker
 from cache.index import index_vouched, read_index
 from cache.layout import read_channels, read_root, write_root
+from cache.rows import read_rows
 from cache.store import Store, open_store
 from cache.write import object_sizes, parse_record
 from schemas.arrays import array_specs
@@ -151,7 +152,8 @@ def _content_faults(
     arrays: dict[str, Any] = {}
     for spec in array_specs(identity, manifest.totals.shards):
         try:
-            arrays[spec.name] = ChunkReader(store, spec, buffers=buffers).rows(first, identity.shard_tokens)
+            reader = ChunkReader(store, spec, buffers=buffers)
+            arrays[spec.name] = read_rows([reader], [(first, identity.shard_tokens)])[0]
         except CacheDamaged as fault:
             yield Fault(spec.object_key(shard), str(fault).split(": ", 1)[1])
     if len(arrays) < len(array_specs(identity, 1)):

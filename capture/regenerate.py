@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cache.device import resolve_device
-from cache.store import check_place, write_whole
+from cache.store import check_place
+from cache.whole import write_whole
 from capture import server as server_module
 from capture.conversations import parse_conversation
 from capture.generate import Sampling, greedy_answers, sampled_answers

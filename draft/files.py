@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cache.store import fsync_folder, write_whole
+from cache.whole import fsync_folder, write_whole
 from cache.workspace import TEMPORARY
 from draft.model import Draft, cast
 from schemas.draft import DraftConfig

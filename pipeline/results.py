@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.checksum import crc32c
-from cache.store import write_whole
+from cache.whole import write_whole
 from schemas.draft import draft_folder
 from schemas.errors import DraftError, OptionError
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from cache.read import open_cache
-from cache.store import write_whole
+from cache.whole import write_whole
 from pipeline.sweep_table import sweep_table
 from schemas.errors import OptionError, TrainFault
 from schemas.options import TrainOptions

@@ -16,7 +16,6 @@ from capture_fixtures import ROOT, Recorder, capture_options, random_target, shi
 from s3_server import BUCKET, folder_contents
 
 import cache.objects
-from cache.chunks import ChunkReader
 from cache.merge import merge
 from cache.partial import open_partial
 from cache.read import Cache, open_cache
@@ -88,9 +87,9 @@ def test_plain_zarr_reads_every_array(s3, folder):
     make_cache(folder / "zarr")
     group = zarr.open_group(zarr.storage.ObjectStore(s3.store("zarr/hs.zarr"), read_only=True), mode="r")
     plain, cached = zarr.open_group(str(folder / "zarr"), mode="r"), open_cache(writer.store.where())
-    for name, reader in cached.arrays.items():
+    for name in cached.arrays:
         np.testing.assert_array_equal(group[name][:], plain[name][:])
-        np.testing.assert_array_equal(reader.rows(50, 90), plain[name][50:140])
+        np.testing.assert_array_equal(cached.rows(name, 50, 90), plain[name][50:140])
 
 
 KILLED = """
@@ -228,7 +227,7 @@ def test_a_cache_grows_in_an_object_store_as_on_a_disk(s3, folder, target, tmp_p
         writer.put_file(key, (Path(here) / key).read_bytes())
     writer.commit_shard(
         1,
-        {spec.name: ChunkReader(held.store, spec).rows(1024, 1024) for spec in array_specs(held.manifest.identity, 1)},
+        {spec.name: held.rows(spec.name, 1024, 1024) for spec in array_specs(held.manifest.identity, 1)},
     )
     found = open_partial(f"s3://{BUCKET}/growing")
     assert found.shards == (1,)

@@ -15,6 +15,7 @@ from cache_fixtures import make_cache
 from cache.buffers import Buffers
 from cache.chunks import ChunkReader
 from cache.read import open_cache
+from cache.rows import read_rows
 from cache.spans import Run
 from cache.store import LocalStore
 from cache.write import read_record
@@ -51,7 +52,7 @@ def test_a_chunk_is_verified_first_then_at_every_so_many_th_reading(tmp_path):
 
     def fails(reader):
         try:
-            reader.rows(64, 10)
+            read_rows([reader], [(64, 10)])
         except CacheDamaged:
             return True
         return False

@@ -68,7 +68,7 @@ def test_rows_that_went_to_the_wrong_place_are_found(captured, folder, target):
     cache = open_cache(str(path))
     manifest = cache.manifest
     spec = next(s for s in array_specs(manifest.identity, manifest.totals.shards) if s.name == "hidden/2")
-    rows = cache.arrays["hidden/2"].rows(0, manifest.identity.shard_tokens)
+    rows = cache.rows("hidden/2", 0, manifest.identity.shard_tokens)
     written = store.put(spec.object_key(0), encode_shard(rows[::-1].copy(), spec.chunk_rows))
     record = read_record(store, 0)
     objects = {**record.objects, spec.object_key(0): written}

@@ -8,7 +8,8 @@ from pathlib import Path
 import google_crc32c
 import pytest
 
-from cache.store import LocalStore, write_whole
+from cache.store import LocalStore
+from cache.whole import write_whole
 from schemas.errors import DflashError
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cache.store import fsync_folder
+from cache.whole import fsync_folder
 from cache.workspace import TEMPORARY
 from schemas.errors import DraftError, TrainFault
 from schemas.strict import Strict, describe

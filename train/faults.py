@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from cache.read import Cache
-from cache.store import write_whole
+from cache.whole import write_whole
 from train.step import NotFinite
 
 FILE = "not-finite.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cache.store import write_whole
+from cache.whole import write_whole
 from schemas.errors import DraftError, TrainFault
 
 FILE = "metrics.jsonl"

@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field
 
 from cache.read import Cache
-from cache.store import write_whole
+from cache.whole import write_whole
 from cache.workspace import TEMPORARY
 from schemas.errors import DraftError
 from schemas.manifest import Identity, Totals, first_difference
