@@ -7,6 +7,7 @@ from capture.lines import BadRow
 
 UNKNOWN_ROLE = "unknown role"
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+PLAIN = frozenset({"role", "content"})
 # ShareGPT's `from`, and what its relatives write there.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "bot": "assistant", "model": "assistant"}
 # OpenAI-compatible servers disagree on the name of what a model thought.
@@ -22,7 +23,17 @@ def read_messages(messages: Any, where: str, name: str = "messages") -> list[dic
     items = from_text(messages)
     if not isinstance(items, list) or not items:
         raise BadRow(f"{where}: {name} must be a non-empty list, not {short(messages)}")
-    return [_message(item, f"{where}: message {number}") for number, item in enumerate(items, 1)]
+    return [
+        item if _is_plain(item) else _message(item, f"{where}: message {number}")
+        for number, item in enumerate(items, 1)
+    ]
+
+
+def _is_plain(item: Any) -> bool:
+    # As nearly all messages are: what `_message` would return as it is.
+    if type(item) is not dict or item.keys() != PLAIN:
+        return False
+    return type(item["content"]) is str and type(item["role"]) is str and item["role"] in ROLES
 
 
 def from_text(value: Any) -> Any:

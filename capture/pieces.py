@@ -1,8 +1,12 @@
 """The tokens of a row as pieces, each to become a sample: the number of its first answer, its ids, and what of them is the target's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-Piece = tuple[int, list[int], list[int]]
+from target.steps import Step
+
+# A mask is a sequence of 0 and 1: of bytes, or a list.
+Piece = tuple[int, list[int], Sequence[int]]
+SUPERVISED = b"\1"
 
 
 def plain_piece(lead: list[int], ids: list[int]) -> Piece:
@@ -12,19 +16,30 @@ def plain_piece(lead: list[int], ids: list[int]) -> Piece:
     return 0, ids, [0] * min(first, len(ids)) + [1] * (len(ids) - first)
 
 
-def join_turns(pairs: Sequence[tuple[list[int], list[int]]]) -> list[Piece]:
-    """Samples (number of the first answer in it, ids, mask) of a conversation's (context ids, answer ids).
+def join_turns(pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[int, list[int], list[int]]]:
+    """`join_steps` of a conversation's (context ids, answer ids), both whole."""
+    pieces = join_steps(Step(False, context, answer) for context, answer in pairs)
+    return [(number, ids, list(mask)) for number, ids, mask in pieces]
+
+
+def join_steps(steps: Iterable[Step]) -> list[Piece]:
+    """Samples (number of the first answer in it, ids, mask) of a conversation's turns.
 
     A turn extends the sample before it where its context begins with that sample's ids. Templates that rewrite earlier
     turns (dropping their reasoning) break this; then a new sample begins, so that before every answer stands exactly
     what the target would be given.
     """
     done: list[Piece] = []
-    for number, (context, answer) in enumerate(pairs):
-        if done and context[: len(done[-1][1])] == done[-1][1]:
-            first, ids, mask = done.pop()
-            mask = mask + [0] * (len(context) - len(ids)) + [1] * len(answer)
-            done.append((first, context + answer, mask))
+    ids: list[int] = []
+    mask = bytearray()
+    for number, (extends, context, answer) in enumerate(steps):
+        if extends or (done and context[: len(ids)] == ids):
+            new = context if extends else context[len(ids) :]
         else:
-            done.append((number, context + answer, [0] * len(context) + [1] * len(answer)))
+            new, ids, mask = context, [], bytearray()
+            done.append((number, ids, mask))
+        ids += new
+        ids += answer
+        mask += bytes(len(new))
+        mask += SUPERVISED * len(answer)
     return done

@@ -9,7 +9,8 @@ from capture.journal import Answer
 from capture.server import Reply, Server, chat, complete
 from schemas.errors import ServerFault
 from target.chat import Chat, encode_texts
-from target.turns import encode_turns, split_turns
+from target.steps import encode_turns
+from target.turns import split_turns
 
 # GPT-OSS's channels: special tokens around what it thinks and what it says.
 THINKS, SAYS, BREAK = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>"

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,20 @@ from numpy.typing import NDArray
 
 from capture.conversations import Conversation, Given, parse_conversation
 from capture.lines import BadRow, Line
-from capture.pieces import join_turns, plain_piece
+from capture.pieces import Piece, join_steps, join_turns, plain_piece
 from schemas.errors import DataError
 from schemas.options import DataFormat, Reasoning
 from target.chat import Chat, Turn, encodes_side_by_side
 from target.reasoning import without_reasoning
 from target.rendered import text_turns
-from target.turns import check_answer, encode_turns, split_turns
+from target.steps import Step, encode_talks, whole_turns
+from target.turns import check_answer, split_turns
 
 # Rows that are tokenised in one call: so many at most, and no further row once they have so many bytes. Tokens on their way
 # need some 40 bytes each.
 GROUP_ROWS = 256
 GROUP_BYTES = 1 << 20
-Encoded = list[tuple[list[int], list[int]]]
+Encoded = list[list[Step]]
 NOTHING_SUPERVISED = "nothing supervised within max length"
 TOO_SHORT = "fewer than two supervised tokens"
 EMPTY = "empty content"
@@ -90,8 +90,8 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
     with ThreadPoolExecutor(encoders) as pool:
         for prepared in _groups(chat, lines, rules):
             fault = prepared.pop() if isinstance(prepared[-1], BadRow) else None
-            turns = [turn for item in prepared if isinstance(item, _Prepared) for turn in item.turns]
-            waiting.append((prepared, pool.submit(encode_turns, chat, turns)))
+            talks = [item.turns for item in prepared if isinstance(item, _Prepared)]
+            waiting.append((prepared, pool.submit(encode_talks, chat, talks)))
             while waiting and (len(waiting) > encoders or fault is not None):
                 yield from _finish_group(chat, *waiting.popleft(), rules)
             if fault is not None:
@@ -121,14 +121,13 @@ def _groups(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[l
 def _finish_group(
     chat: Chat, prepared: Sequence["_Prepared | RowResult"], encoded: Future[Encoded], rules: SampleRules
 ) -> Iterator[RowResult]:
-    pairs = iter(encoded.result())
+    talks = iter(encoded.result())
     for item in prepared:
         if isinstance(item, RowResult):
             yield item
             continue
-        own = list(islice(pairs, len(item.turns)))
         try:
-            yield _finish(chat, item, own, rules)
+            yield _finish(chat, item, next(talks), rules)
         except BadRow as fault:
             yield _left_out(fault, rules)
 
@@ -182,24 +181,22 @@ def _check_contents(conversation: Conversation) -> None:
             )
 
 
-def _finish(chat: Chat, item: _Prepared, pairs: Sequence[tuple[list[int], list[int]]], rules: SampleRules) -> RowResult:
+def _finish(chat: Chat, item: _Prepared, steps: Sequence[Step], rules: SampleRules) -> RowResult:
     conversation = item.conversation
     where = conversation.line.where
+    pieces: Sequence[Piece]
     if item.given is not None:
         _check_ids(item.given.input_ids, where, rules.vocab_size)
         pieces = [(0, item.given.input_ids, item.given.loss_mask)]
     elif item.plain:
-        pieces = [plain_piece(list(chat.lead), pairs[0][1])]
+        pieces = [plain_piece(list(chat.lead), steps[0].answer)]
     else:
-        for turn, (_, answer) in zip(item.turns, pairs, strict=True):
+        for turn, step in zip(item.turns, steps, strict=True):
             try:
-                check_answer(chat, answer, turn.ended)
+                check_answer(chat, step.answer, turn.ended)
             except DataError as fault:
                 raise BadRow(f"{where}: {fault}", "end of turn") from None
-        if conversation.text is not None:
-            lead = list(chat.lead)
-            pairs = [(context if context[: len(lead)] == lead else lead + context, own) for context, own in pairs]
-        pieces = join_turns(pairs)
+        pieces = join_steps(steps) if conversation.text is None else _text_pieces(list(chat.lead), steps)
     samples, reason = [], NOTHING_SUPERVISED
     for turn_number, ids, mask in pieces:
         _check_bos(chat, ids, where)
@@ -221,6 +218,11 @@ def _finish(chat: Chat, item: _Prepared, pairs: Sequence[tuple[list[int], list[i
     )
 
 
+def _text_pieces(lead: list[int], steps: Sequence[Step]) -> Sequence[Piece]:
+    pairs = whole_turns(steps)
+    return join_turns([(given if given[: len(lead)] == lead else lead + given, own) for given, own in pairs])
+
+
 def _check_bos(chat: Chat, ids: Sequence[int], where: str) -> None:
     bos = chat.tokenizer.bos_token_id
     if bos is not None and list(ids[:2]) == [bos, bos]:
@@ -232,15 +234,16 @@ def _check_bos(chat: Chat, ids: Sequence[int], where: str) -> None:
 
 
 def _sample(
-    item: _Prepared, turn: int, ids: list[int], own: list[int], mask: list[int], rules: SampleRules
+    item: _Prepared, turn: int, ids: list[int], own: Sequence[int], mask: Sequence[int], rules: SampleRules
 ) -> Sample | str:
     # `own` marks all that the target wrote, `mask` what of it is supervised.
-    supervised = sum(mask[: rules.max_length])
+    kept = bytes(mask[: rules.max_length])
+    supervised = kept.count(1)
     if supervised < 2:
         return TOO_SHORT if sum(mask) < 2 or supervised else NOTHING_SUPERVISED
     # As np.asarray would, in two thirds and in half of its time.
-    input_ids = np.fromiter(ids[: rules.max_length], np.int32, min(len(ids), rules.max_length))
-    loss_mask = np.frombuffer(bytes(mask[: rules.max_length]), np.uint8)
+    input_ids = np.fromiter(ids, np.int32, len(kept))
+    loss_mask = np.frombuffer(kept, np.uint8)
     conversation, line = item.conversation, item.conversation.line
     # A plain text has no prompt: it is its own key.
     first_user = conversation.text if item.plain else conversation.first_user
@@ -250,7 +253,7 @@ def _sample(
         input_ids=input_ids,
         loss_mask=loss_mask,
         truncated=len(ids) > rules.max_length,
-        split=split_side(first_user, ids[: own.index(1)], rules.val_fraction),
+        split=split_side(first_user, ids[: own.index(1)] if first_user is None else (), rules.val_fraction),
         source_row=line.row,
         tokens_sha256=tokens_sha256(input_ids, loss_mask),
     )
@@ -269,7 +272,7 @@ def split_side(first_user: str | None, prefix_ids: Sequence[int], val_fraction: 
 
 def tokens_sha256(input_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> str:
     """The hash of the little-endian int32 ids, then the mask's bytes."""
-    return hashlib.sha256(input_ids.astype("<i4").tobytes() + loss_mask.tobytes()).hexdigest()
+    return hashlib.sha256(input_ids.astype("<i4", copy=False).tobytes() + loss_mask.tobytes()).hexdigest()
 
 
 def _check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:

@@ -6,8 +6,8 @@ that the target was asked not to think. Everything else that stands there is the
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from schemas.errors import DataError, TargetError
+from target.frame import Frame, frame_of, written
 from target.load import TargetRef, eos_ids, load_tokenizer
 
 Message = Mapping[str, Any]
@@ -36,6 +37,8 @@ class Chat:
     `lead` is what it sets before a text by itself: the BOS token, or nothing.
     `template` is the tokenizer's, its date frozen; `dated` says that it writes one. `compiled` renders it without
     transformers' checks of its input, where the tokenizer has no rendering of its own; `names` are what it may use.
+    `frame` is there where it writes one message after the other. `ends_exactly`: a text holds as many end tokens as it
+    spells out, each of them with nothing around it.
     """
 
     tokenizer: Any
@@ -47,6 +50,8 @@ class Chat:
     dated: bool
     compiled: Any = None
     names: Mapping[str, Any] = field(default_factory=dict)
+    frame: Frame | None = None
+    ends_exactly: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,9 @@ def open_chat(ref: TargetRef) -> Chat:
     dated = template != tokenizer.chat_template
     splits, compiled = _splits_anywhere(tokenizer, texts), _compiled(tokenizer, template)
     names = {} if compiled is None else {**compiled.globals, **tokenizer.special_tokens_map}
-    lead = _leading_ids(tokenizer)
-    return Chat(tokenizer, frozenset(eos), texts, splits, lead, template, dated, compiled, names)
+    lead, exact = _leading_ids(tokenizer), _ends_exactly(tokenizer, eos, texts)
+    chat = Chat(tokenizer, frozenset(eos), texts, splits, lead, template, dated, compiled, names, None, exact)
+    return replace(chat, frame=_frame(chat))
 
 
 def _leading_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -88,6 +94,36 @@ def _compiled(tokenizer: Any, template: str) -> Any:
         return None if compile_template is None else compile_template(template)
     except Exception:  # a template with a fault of syntax: reported where it is rendered
         return None
+
+
+def _frame(chat: Chat) -> Frame | None:
+    if chat.compiled is None:
+        return None
+    try:
+        tree = chat.compiled.environment.parse(chat.template)
+        return frame_of(tree, lambda messages, asking: _write(chat, messages, asking))
+    except Exception:  # a template that refuses even no messages
+        return None
+
+
+def _ends_exactly(tokenizer: Any, eos: Sequence[int], texts: Sequence[str]) -> bool:
+    # End tokens that are found before anything else is done to a text, wherever it spells them: no token of its own text
+    # holds or overlaps one.
+    if not encodes_side_by_side(tokenizer) or tokenizer.split_special_tokens or len(texts) != len(eos):
+        return False
+    added = tokenizer.added_tokens_decoder
+    ends = [added.get(i) for i in eos]
+    if any(end is None or end.normalized or end.lstrip or end.rstrip or end.single_word for end in ends):
+        return False
+    others = [token.content for token in added.values() if token.content not in texts]
+    overlap = any(
+        other.endswith(text[:size]) for text in texts for other in (*others, *texts) for size in range(1, len(text))
+    )
+    return (
+        [end.content for end in ends] == list(texts)
+        and not overlap
+        and not any(text in other for text in texts for other in (*others, *(t for t in texts if t != text)))
+    )
 
 
 def _splits_anywhere(tokenizer: Any, ends: Sequence[str]) -> bool:
@@ -138,7 +174,7 @@ def render(chat: Chat, messages: Sequence[Message], generation_prompt: bool, too
     """The template's text for the messages. Raises DataError where the template refuses them."""
     try:
         if chat.compiled is not None and tools is None:
-            return _render_plain(chat, messages, generation_prompt)
+            return "".join(_write(chat, _plain(messages), generation_prompt))
         text = chat.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=tools,
@@ -154,16 +190,26 @@ def render(chat: Chat, messages: Sequence[Message], generation_prompt: bool, too
     return str(text)
 
 
-def _render_plain(chat: Chat, messages: Sequence[Message], generation_prompt: bool) -> str:
+def render_blocks(chat: Chat, messages: Sequence[Message]) -> list[str]:
+    """The text of each message, where the chat has a `frame`. Raises whatever the template raises."""
+    return written(lambda plain, asking: _write(chat, plain, asking), _plain(messages), False)[1]
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     # What apply_chat_template gives a template: no keys that are null, and reasoning under the names that templates read.
     plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for message in plain:
         if "reasoning_content" in message:
             message.setdefault("thinking", message["reasoning_content"])
-    given = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": generation_prompt}
+    return plain
+
+
+def _write(chat: Chat, plain: Sequence[Any], generation_prompt: bool) -> Iterator[str]:
     # As Template.render does, without merging the names anew each time.
+    given = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": generation_prompt}
     context = chat.compiled.new_context({**chat.names, **given}, shared=True)
-    return "".join(chat.compiled.root_render_func(context))
+    pieces: Iterator[str] = chat.compiled.root_render_func(context)
+    return pieces
 
 
 def prompt_ids(chat: Chat, messages: Sequence[Message], tools: Any = None) -> list[int]:

@@ -1,16 +1,11 @@
-"""Which text of a conversation is the target's own: each assistant turn as its context and its answer, and their ids."""
+"""Which text of a conversation is the target's own: each assistant turn as its context and its answer."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from schemas.errors import DataError
-from target.chat import EMPTY_THINK, MARK, Chat, Message, Turn, encode_texts, render
-
-# A text's ids depend on what stands before it only through its first word and the blanks around that: merges stop there,
-# or, in a script without spaces, long before so many characters.
-SEAM_CHARS = 32
-FIRST_WORD = re.compile(r"\s*\S*\s?")
+from target.chat import EMPTY_THINK, MARK, Chat, Message, Turn, render, render_blocks
 
 
 def split_turns(chat: Chat, messages: Sequence[Message], finished: bool = True, tools: Any = None) -> list[Turn]:
@@ -19,14 +14,38 @@ def split_turns(chat: Chat, messages: Sequence[Message], finished: bool = True, 
     Raises DataError for a conversation that the template does not render as generation prompt, answer, end token.
     """
     places = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
-    return [_split_turn(chat, messages[: j + 1], finished or j != places[-1], tools) for j in places]
+    return [
+        _split_turn(chat, messages[: j + 1], finished or j != places[-1], tools, *texts)
+        for j, texts in zip(places, _texts(chat, messages, places, tools), strict=True)
+    ]
 
 
-def _split_turn(chat: Chat, messages: Sequence[Message], ended: bool, tools: Any) -> Turn:
-    prompt, message = render(chat, messages[:-1], True, tools), messages[-1]
+def _texts(
+    chat: Chat, messages: Sequence[Message], places: Sequence[int], tools: Any
+) -> Iterator[tuple[str, str | None]]:
+    # For the answers at these places: what the target is given, and that with the answer, where it is known already.
+    blocks = None
+    if chat.frame is not None and tools is None and places:
+        try:
+            blocks = render_blocks(chat, messages[: places[-1] + 1])
+        except Exception:  # refused: reported below, for the turn whose history the template refuses
+            blocks = None
+    if chat.frame is None or blocks is None:
+        yield from ((render(chat, messages[:j], True, tools), None) for j in places)
+        return
+    text, done = chat.frame.before, 0
+    for j in places:
+        text, done = text + "".join(blocks[done:j]), j
+        yield text + chat.frame.asking, text + blocks[j] + chat.frame.ending
+
+
+def _split_turn(
+    chat: Chat, messages: Sequence[Message], ended: bool, tools: Any, prompt: str, whole: str | None
+) -> Turn:
+    message = messages[-1]
     content, reasoning = message.get("content") or "", message.get("reasoning_content")
     try:
-        return _rendered(chat, prompt, messages, ended, tools)
+        return _rendered(chat, prompt, messages, ended, tools, whole)
     except DataError:
         if "</think>" not in content and not (reasoning and "</think>" in chat.template):
             raise
@@ -57,9 +76,11 @@ def _end_text(chat: Chat, messages: Sequence[Message], tools: Any) -> str:
     return after[: min(ends)[0]] + min(ends)[1]
 
 
-def _rendered(chat: Chat, prompt: str, messages: Sequence[Message], ended: bool, tools: Any) -> Turn:
-    # The turn as the template writes it behind its own generation prompt.
-    whole = render(chat, messages, False, tools)
+def _rendered(
+    chat: Chat, prompt: str, messages: Sequence[Message], ended: bool, tools: Any, whole: str | None = None
+) -> Turn:
+    # The turn as the template writes it behind its own generation prompt; `whole` is the text of all messages, if known.
+    whole = render(chat, messages, False, tools) if whole is None else whole
     if not whole.startswith(prompt):
         raise DataError(
             f"message {len(messages)}: the chat template does not continue its generation prompt with the answer; "
@@ -121,64 +142,6 @@ def _own_text(chat: Chat, prompt: str, messages: Sequence[Message], tail: str, t
             "generation prompt, so the target is not given it; add add_generation_prompt to the template"
         )
     return empty.end() if empty else 0, content_end
-
-
-def encode_turns(chat: Chat, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
-    """(context ids, answer ids) of each turn: the context's as the target is given it, the answer's as it generated it.
-
-    A turn that continues the text of the one before it is tokenised from that one's end token on: conversations cost
-    what their text costs, not its square. Tokenizers that change a text's beginning (a prepended space) tokenise each
-    turn whole, and take the answer's ids from there where the context's come out the same.
-    """
-    if not chat.splits_anywhere:
-        return _encode_whole(chat, turns)
-    continues = [False] * len(turns)
-    news: list[str] = []
-    for place, turn in enumerate(turns):
-        before = turns[place - 1] if place else None
-        whole = before.context + before.answer if before is not None and before.ended else ""
-        continues[place] = bool(whole) and turn.context.startswith(whole)
-        news.append(turn.context[len(whole) :] if continues[place] else turn.context)
-    ids = encode_texts(
-        chat.tokenizer, [text for new, turn in zip(news, turns, strict=True) for text in (new, turn.answer)]
-    )
-    joined = [place for place in range(len(turns) - 1) if continues[place + 1]]
-    in_place = _encode_joined(chat, [(news[p], turns[p].answer, ids[2 * p], ids[2 * p + 1]) for p in joined])
-    given = dict(zip(joined, in_place, strict=True))
-    pairs: list[tuple[list[int], list[int]]] = []
-    base: list[int] = []
-    for place in range(len(turns)):
-        base = base if continues[place] else []
-        pairs.append((base + ids[2 * place], ids[2 * place + 1]))
-        base = base + given.get(place, [])
-    return pairs
-
-
-def _encode_joined(chat: Chat, parts: Sequence[tuple[str, str, list[int], list[int]]]) -> list[list[int]]:
-    # Ids of first + second for (first, second, its ids, its ids): the two after each other unless they merge at the seam,
-    # which the few characters around it show.
-    seams = [(first[-SEAM_CHARS:], _first_word(second)) for first, second, _, _ in parts]
-    texts = sorted({text for one, other in seams for text in (one, other, one + other)})
-    known = dict(zip(texts, encode_texts(chat.tokenizer, texts), strict=True))
-    clean = [known[one] + known[other] == known[one + other] for one, other in seams]
-    merging = [first + second for (first, second, _, _), apart in zip(parts, clean, strict=True) if not apart]
-    merged = iter(encode_texts(chat.tokenizer, merging))
-    return [ids + more if apart else next(merged) for (_, _, ids, more), apart in zip(parts, clean, strict=True)]
-
-
-def _first_word(text: str) -> str:
-    found = FIRST_WORD.match(text, 0, SEAM_CHARS)
-    assert found is not None
-    return found[0]
-
-
-def _encode_whole(chat: Chat, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
-    texts = [text for turn in turns for text in (turn.context, turn.answer, turn.context + turn.answer)]
-    ids = encode_texts(chat.tokenizer, texts)
-    return [
-        (context, both[len(context) :] if both[: len(context)] == context else answer)
-        for context, answer, both in zip(ids[::3], ids[1::3], ids[2::3], strict=True)
-    ]
 
 
 def check_answer(chat: Chat, answer_ids: Sequence[int], ended: bool) -> None:

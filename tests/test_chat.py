@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from capture.samples import join_turns
+from capture.pieces import join_turns
 from schemas.errors import DataError, OptionError, TargetError
 from target.chat import encode_texts, open_chat, prompt_ids
 from target.load import TargetRef, resolve_target
+from target.steps import encode_turns
 from target.tokens import chat_template_sha256, mask_token, tokenizer_sha256
-from target.turns import check_answer, encode_turns, split_turns
+from target.turns import check_answer, split_turns
 
 PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 

@@ -147,14 +147,14 @@ def test_groups_are_tokenised_side_by_side_few_at_a_time_and_in_order(chat, tmp_
     rows = [talk(f"say {row}", f"it is {row}") for row in range(60)]
     plain = results(chat, tmp_path, rows)
     monkeypatch.setattr(samples_module, "GROUP_ROWS", 4)
-    together, encode, begun, ended = threading.Barrier(2), samples_module.encode_turns, [], []
+    together, encode, begun, ended = threading.Barrier(2), samples_module.encode_talks, [], []
 
     def encode_two(*arguments):
         begun.append(len(ended))
         together.wait(60)  # broken, and so an error, if a second one does not come
         return encode(*arguments)
 
-    monkeypatch.setattr(samples_module, "encode_turns", encode_two)
+    monkeypatch.setattr(samples_module, "encode_talks", encode_two)
     for (scan,) in [scan_files((write_jsonl(tmp_path / "rows.jsonl", rows[:56]),), None)]:
         for place, result in enumerate(samples_of(chat, read_lines(scan), RULES)):
             ended.append(result)
@@ -168,9 +168,9 @@ def test_a_group_ends_before_it_holds_too_much_text(chat, tmp_path, monkeypatch)
     rows = [talk(f"say {row}", "long " * 200) for row in range(9)]
     plain = results(chat, tmp_path, rows)
     monkeypatch.setattr(samples_module, "GROUP_BYTES", 2500)
-    sizes, encode = [], samples_module.encode_turns
+    sizes, encode = [], samples_module.encode_talks
     monkeypatch.setattr(
-        samples_module, "encode_turns", lambda chat, turns: sizes.append(len(turns)) or encode(chat, turns)
+        samples_module, "encode_talks", lambda chat, talks: sizes.append(len(talks)) or encode(chat, talks)
     )
     again = results(chat, tmp_path, rows)
     assert sizes == [3, 3, 3]
@@ -180,7 +180,7 @@ def test_a_group_ends_before_it_holds_too_much_text(chat, tmp_path, monkeypatch)
 def test_a_tokenizer_of_its_own_is_asked_by_one_thread_at_a_time(chat, tmp_path, monkeypatch):
     monkeypatch.setattr(samples_module, "GROUP_ROWS", 2)
     monkeypatch.setattr(samples_module, "encodes_side_by_side", lambda _: False)
-    busy, encode = threading.Lock(), samples_module.encode_turns
+    busy, encode = threading.Lock(), samples_module.encode_talks
 
     def alone(*arguments):
         assert busy.acquire(blocking=False)
@@ -189,5 +189,5 @@ def test_a_tokenizer_of_its_own_is_asked_by_one_thread_at_a_time(chat, tmp_path,
         finally:
             busy.release()
 
-    monkeypatch.setattr(samples_module, "encode_turns", alone)
+    monkeypatch.setattr(samples_module, "encode_talks", alone)
     assert len(results(chat, tmp_path, shipped_rows(30))) == 30

@@ -85,7 +85,7 @@ def test_a_turn_costs_its_own_tokens_and_not_those_of_all_before_it(monkeypatch)
     chat = chat_of(FAMILIES["phi4"])
     texts = ["word " * 30] * 40
     counted = []
-    from target import turns as module
+    from target import steps as module
 
     encode = module.encode_texts
     monkeypatch.setattr(
