@@ -18,7 +18,7 @@ from capture.settings import DEFAULT_DATA
 from target.chat import open_chat, render
 from target.load import resolve_target
 
-PASSES = 5
+PASSES = 8
 
 
 def conversations(rows: int, turns: int) -> list[list[dict[str, str]]]:
@@ -30,14 +30,15 @@ def conversations(rows: int, turns: int) -> list[list[dict[str, str]]]:
     ]
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """The best of several passes: the least disturbed one."""
-    times = []
+def seconds(*works: Callable[[], object]) -> list[float]:
+    """The best of several passes of each, the least disturbed one; in turns, so that a slow minute slows all of them."""
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(PASSES):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+        for work, own in zip(works, times, strict=True):
+            started = time.perf_counter()
+            work()
+            own.append(time.perf_counter() - started)
+    return [min(own) for own in times]
 
 
 def main() -> None:
@@ -60,8 +61,10 @@ def main() -> None:
             tokens = sum(
                 len(s.input_ids) for scan in scans for r in samples_of(chat, read_lines(scan), rules) for s in r.samples
             )
-            bare = seconds(lambda groups=groups: [chat.tokenizer(group, add_special_tokens=False) for group in groups])
-            ours = seconds(lambda scans=scans: [list(samples_of(chat, read_lines(scan), rules)) for scan in scans])
+            bare, ours = seconds(
+                lambda groups=groups: [chat.tokenizer(group, add_special_tokens=False) for group in groups],
+                lambda scans=scans: [list(samples_of(chat, read_lines(scan), rules)) for scan in scans],
+            )
         print(
             f"{given.rows:,} rows of {turns} turns, {tokens:,} tokens: bare tokenizer {tokens / bare:,.0f} tokens/s, "
             f"read, tokenised and masked {tokens / ours:,.0f} tokens/s, ratio {bare / ours:.2f}"

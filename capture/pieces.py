@@ -1,11 +1,12 @@
 """The tokens of a row as pieces, each to become a sample: the number of its first answer, its ids, and what of them is the target's."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from target.steps import Step
 
-# A mask is a sequence of 0 and 1: of bytes, or a list.
-Piece = tuple[int, list[int], Sequence[int]]
+# Ids and mask may be arrays and bytes, or lists.
+Piece = tuple[int, Sequence[int], Sequence[int]]
 SUPERVISED = b"\1"
 
 
@@ -18,8 +19,8 @@ def plain_piece(lead: list[int], ids: list[int]) -> Piece:
 
 def join_turns(pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[int, list[int], list[int]]]:
     """`join_steps` of a conversation's (context ids, answer ids), both whole."""
-    pieces = join_steps(Step(False, context, answer) for context, answer in pairs)
-    return [(number, ids, list(mask)) for number, ids, mask in pieces]
+    pieces = join_steps(Step(False, array("i", context), array("i", answer)) for context, answer in pairs)
+    return [(number, list(ids), list(mask)) for number, ids, mask in pieces]
 
 
 def join_steps(steps: Iterable[Step]) -> list[Piece]:
@@ -30,13 +31,12 @@ def join_steps(steps: Iterable[Step]) -> list[Piece]:
     what the target would be given.
     """
     done: list[Piece] = []
-    ids: list[int] = []
-    mask = bytearray()
+    ids, mask = array("i"), bytearray()
     for number, (extends, context, answer) in enumerate(steps):
         if extends or (done and context[: len(ids)] == ids):
             new = context if extends else context[len(ids) :]
         else:
-            new, ids, mask = context, [], bytearray()
+            new, ids, mask = context, array("i"), bytearray()
             done.append((number, ids, mask))
         ids += new
         ids += answer

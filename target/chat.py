@@ -6,7 +6,8 @@ that the target was asked not to think. Everything else that stands there is the
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
@@ -148,6 +149,15 @@ def frozen_date(template: str) -> str:
 
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Ids of each text, without any token that the text does not spell out."""
+    return list(_encoded(tokenizer, texts))
+
+
+def encode_arrays(tokenizer: Any, texts: Sequence[str]) -> list["array[int]"]:
+    """`encode_texts` as arrays of C's int: Python's garbage collector looks at every element of a list, again and again."""
+    return [array("i", ids) for ids in _encoded(tokenizer, texts)]
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str]) -> Iterable[list[int]]:
     if not texts:
         return []
     if encodes_side_by_side(tokenizer):
@@ -160,9 +170,9 @@ def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
             backend.no_truncation()
         if backend.encode_special_tokens != tokenizer.split_special_tokens:
             backend.encode_special_tokens = tokenizer.split_special_tokens
-        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return (encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False))
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return [list(ids) for ids in encoded["input_ids"]]
+    return (list(ids) for ids in encoded["input_ids"])
 
 
 def encodes_side_by_side(tokenizer: Any) -> bool:

@@ -1,11 +1,12 @@
 """The ids of a conversation's turns, each as what it adds to the turn before, so that one costs what its text costs."""
 
 import re
+from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, TypeAlias
 
-from target.chat import Chat, Turn, encode_texts
+from target.chat import Chat, Turn, encode_arrays
 
 # A text's ids depend on what stands before it only through its first word and the blanks around that: merges stop there,
 # or, in a script without spaces, long before so many characters.
@@ -15,12 +16,15 @@ REST_CHARS = 128
 FIRST_WORD = re.compile(r"\s*\S*\s?")
 
 
+Ids: TypeAlias = "array[int]"
+
+
 class Step(NamedTuple):
     """A turn's ids. `extends`: the target is given all ids of the turn before, its answer's too, and `context`; else that alone."""
 
     extends: bool
-    context: list[int]
-    answer: list[int]
+    context: Ids
+    answer: Ids
 
 
 def encode_turns(chat: Chat, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
@@ -33,8 +37,8 @@ def whole_turns(steps: Iterable[Step]) -> list[tuple[list[int], list[int]]]:
     """(context ids, answer ids) of each step, both whole."""
     pairs: list[tuple[list[int], list[int]]] = []
     for step in steps:
-        context = [*pairs[-1][0], *pairs[-1][1], *step.context] if step.extends else step.context
-        pairs.append((context, step.answer))
+        before = [*pairs[-1][0], *pairs[-1][1]] if step.extends else []
+        pairs.append(([*before, *step.context], step.answer.tolist()))
     return pairs
 
 
@@ -62,13 +66,13 @@ def _steps(chat: Chat, turns: Sequence[Turn], news: Sequence[tuple[str, bool]]) 
     # Where context and answer merge, later turns are given what both come to as one text.
     merging = [place for place, (one, other) in seams.items() if known[one] + known[other] != known[one + other]]
     texts = [news[place][0] + turns[place].answer for place in merging]
-    merged = dict(zip(merging, encode_texts(chat.tokenizer, texts), strict=True))
+    merged = dict(zip(merging, encode_arrays(chat.tokenizer, texts), strict=True))
     steps: list[Step] = []
-    before: list[list[int]] = []
+    before: list[Ids] = []
     for place, ((_, continues), (context, answer)) in enumerate(zip(news, pairs, strict=True)):
         before = before if continues else []
         extends = continues and place - 1 not in merged
-        steps.append(Step(extends, context if extends else [*chain(*before, context)], answer))
+        steps.append(Step(extends, context if extends else sum(before, array("i")) + context, answer))
         before.extend([merged[place]] if place in merged else [context, answer])
     return steps
 
@@ -86,7 +90,7 @@ def _news(turns: Sequence[Turn]) -> list[tuple[str, bool]]:
 
 def _encode_apart(
     chat: Chat, turns: Sequence[Turn], news: Sequence[tuple[str, bool]], others: Sequence[str]
-) -> tuple[list[tuple[list[int], list[int]]], dict[str, list[int]]]:
+) -> tuple[list[tuple[Ids, Ids]], dict[str, Ids]]:
     # The ids of each new text and answer, each as it is by itself, and those of the other texts.
     #
     # What follows a text's last end token is the same in every turn (the next header): it is tokenised once. An answer
@@ -100,7 +104,7 @@ def _encode_apart(
     apart = [place for place in range(len(turns)) if not (place + 1 < len(turns) and follows[place + 1])]
     spans = [(turns[p - 1].answer if follows[p] else "") + head for p, (head, _) in enumerate(parts)]
     more = list(dict.fromkeys([*others, *(tail for _, tail in parts)]))
-    ids = iter(encode_texts(chat.tokenizer, [*spans, *(turns[place].answer for place in apart), *more]))
+    ids = iter(encode_arrays(chat.tokenizer, [*spans, *(turns[place].answer for place in apart), *more]))
     heads = [next(ids) for _ in spans]
     answers = {place: next(ids) for place in apart}
     known = dict(zip(more, ids, strict=True))
@@ -109,7 +113,7 @@ def _encode_apart(
         if follows[place]:
             cut = 1 + min(heads[place].index(end) for end in chat.eos if end in heads[place])
             answers[place - 1], heads[place] = heads[place][:cut], heads[place][cut:]
-    both = iter(encode_texts(chat.tokenizer, [t for p in again for t in (turns[p - 1].answer, parts[p][0])]))
+    both = iter(encode_arrays(chat.tokenizer, [t for p in again for t in (turns[p - 1].answer, parts[p][0])]))
     for place in again:
         answers[place - 1], heads[place] = next(both), next(both)
     return [(heads[p] + known[tail], answers[p]) for p, (_, tail) in enumerate(parts)], known
@@ -128,7 +132,7 @@ def _ends_once(chat: Chat, answer: str) -> bool:
     return bool(answer) and first == len(answer)
 
 
-def _spelled(chat: Chat, text: str, ids: Sequence[int]) -> bool:
+def _spelled(chat: Chat, text: str, ids: Ids) -> bool:
     # Whether the end tokens are those that the text spells out.
     return sum(map(text.count, chat.eos_texts)) == sum(map(ids.count, chat.eos))
 
@@ -141,7 +145,7 @@ def _first_word(text: str) -> str:
 
 def _encode_whole(chat: Chat, turns: Sequence[Turn]) -> list[Step]:
     texts = [text for turn in turns for text in (turn.context, turn.answer, turn.context + turn.answer)]
-    ids = encode_texts(chat.tokenizer, texts)
+    ids = encode_arrays(chat.tokenizer, texts)
     return [
         Step(False, context, both[len(context) :] if both[: len(context)] == context else answer)
         for context, answer, both in zip(ids[::3], ids[1::3], ids[2::3], strict=True)

@@ -87,9 +87,9 @@ def test_a_turn_costs_its_own_tokens_and_not_those_of_all_before_it(monkeypatch)
     counted = []
     from target import steps as module
 
-    encode = module.encode_texts
+    encode = module.encode_arrays
     monkeypatch.setattr(
-        module, "encode_texts", lambda tk, texts: counted.append(sum(map(len, texts))) or encode(tk, texts)
+        module, "encode_arrays", lambda tk, texts: counted.append(sum(map(len, texts))) or encode(tk, texts)
     )
     messages = talk(*texts)["messages"]
     found = samples(chat, {"messages": messages})
