@@ -1,9 +1,11 @@
 """From conversations to samples: ids, loss mask, side of the split, and what is cut or left out, by reason."""
 
+import gc
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,8 @@ from target.rendered import text_turns
 from target.steps import Step, encode_talks, whole_turns
 from target.turns import check_answer, split_turns
 
-# Rows that are tokenised in one call: so many at most, and no further row once they have so many bytes. Tokens on their way
-# need some 40 bytes each.
+# Rows that are tokenised in one call: so many at most, and no further row once they have so many bytes.
+FIRST_ROWS = 32
 GROUP_ROWS = 256
 GROUP_BYTES = 1 << 20
 Encoded = list[list[Step]]
@@ -87,7 +89,7 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
     # the tokenizer allows it: while one waits for the lock, to hand over its ids, the other one keeps the cores busy.
     encoders = 2 if encodes_side_by_side(chat.tokenizer) else 1
     waiting: deque[tuple[list[_Prepared | RowResult], Future[Encoded]]] = deque()
-    with ThreadPoolExecutor(encoders) as pool:
+    with _heap_set_aside(), ThreadPoolExecutor(encoders) as pool:
         for prepared in _groups(chat, lines, rules):
             fault = prepared.pop() if isinstance(prepared[-1], BadRow) else None
             talks = [item.turns for item in prepared if isinstance(item, _Prepared)]
@@ -100,10 +102,25 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
             yield from _finish_group(chat, *waiting.popleft(), rules)
 
 
+@contextmanager
+def _heap_set_aside() -> Iterator[None]:
+    # The garbage collector walks all that is there once in some thousand rows: with torch imported 0.17 s, in which no thread of
+    # Python's runs. What rows leave behind is new, so until they are read it looks only at that.
+    if gc.get_freeze_count():  # by someone else, who will undo it
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _groups(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[list[Any]]:
     # Rows that are tokenised in one call. The last group ends with the BadRow that stops the reading, if one does.
+    # The first ones are small: until one is there, no tokenizer has anything to do.
     group: list[_Prepared | RowResult | BadRow] = []
-    size = 0
+    size, most = 0, FIRST_ROWS
     for line in lines:
         try:
             group.append(_prepare(chat, line, rules))
@@ -111,9 +128,9 @@ def _groups(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[l
             yield [*group, fault]
             return
         size += len(line.data)
-        if len(group) == GROUP_ROWS or size >= GROUP_BYTES:
+        if len(group) >= min(most, GROUP_ROWS) or size >= GROUP_BYTES:
             yield group
-            group, size = [], 0
+            group, size, most = [], 0, 2 * most
     if group:
         yield group
 
