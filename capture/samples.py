@@ -1,11 +1,9 @@
 """From conversations to samples: ids, loss mask, side of the split, and what is cut or left out, by reason."""
 
-import gc
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capture.conversations import Conversation, Given, parse_conversation
+from capture.heap import heap_set_aside
 from capture.lines import BadRow, Line
 from capture.pieces import Piece, join_steps, join_turns, plain_piece
 from schemas.errors import DataError
@@ -89,7 +88,7 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
     # the tokenizer allows it: while one waits for the lock, to hand over its ids, the other one keeps the cores busy.
     encoders = 2 if encodes_side_by_side(chat.tokenizer) else 1
     waiting: deque[tuple[list[_Prepared | RowResult], Future[Encoded]]] = deque()
-    with _heap_set_aside(), ThreadPoolExecutor(encoders) as pool:
+    with heap_set_aside(), ThreadPoolExecutor(encoders) as pool:
         for prepared in _groups(chat, lines, rules):
             fault = prepared.pop() if isinstance(prepared[-1], BadRow) else None
             talks = [item.turns for item in prepared if isinstance(item, _Prepared)]
@@ -100,20 +99,6 @@ def samples_of(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterato
                 raise fault
         while waiting:
             yield from _finish_group(chat, *waiting.popleft(), rules)
-
-
-@contextmanager
-def _heap_set_aside() -> Iterator[None]:
-    # The garbage collector walks all that is there once in some thousand rows: with torch imported 0.17 s, in which no thread of
-    # Python's runs. What rows leave behind is new, so until they are read it looks only at that.
-    if gc.get_freeze_count():  # by someone else, who will undo it
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _groups(chat: Chat, lines: Iterable[Line], rules: SampleRules) -> Iterator[list[Any]]:
@@ -241,8 +226,8 @@ def _text_pieces(lead: list[int], steps: Sequence[Step]) -> Sequence[Piece]:
 
 
 def _check_bos(chat: Chat, ids: Sequence[int], where: str) -> None:
-    bos = chat.tokenizer.bos_token_id
-    if bos is not None and list(ids[:2]) == [bos, bos]:
+    # The tokenizer is asked only where it may matter: it looks its BOS token up each time.
+    if len(ids) > 1 and ids[0] == ids[1] == chat.tokenizer.bos_token_id:
         raise BadRow(
             f"{where}: begins with two {chat.tokenizer.bos_token} tokens, which the target never sees; remove the one in "
             "the text",

@@ -14,8 +14,6 @@ SEAM_CHARS = 32
 # What follows a text's last end token is looked up rather than tokenised if it has no more characters than this.
 REST_CHARS = 128
 FIRST_WORD = re.compile(r"\s*\S*\s?")
-
-
 Ids: TypeAlias = "array[int]"
 
 
@@ -72,9 +70,16 @@ def _steps(chat: Chat, turns: Sequence[Turn], news: Sequence[tuple[str, bool]]) 
     for place, ((_, continues), (context, answer)) in enumerate(zip(news, pairs, strict=True)):
         before = before if continues else []
         extends = continues and place - 1 not in merged
-        steps.append(Step(extends, context if extends else sum(before, array("i")) + context, answer))
+        steps.append(Step(extends, context if extends else _joined([*before, context]), answer))
         before.extend([merged[place]] if place in merged else [context, answer])
     return steps
+
+
+def _joined(parts: Iterable[Ids]) -> Ids:
+    ids = array("i")
+    for part in parts:
+        ids.extend(part)
+    return ids
 
 
 def _news(turns: Sequence[Turn]) -> list[tuple[str, bool]]:
