@@ -24,8 +24,8 @@ from target.turns import check_answer, split_turns
 
 # Rows that are tokenised in one call: so many at most, and no further row once they have so many bytes.
 FIRST_ROWS = 32
-GROUP_ROWS = 256
-GROUP_BYTES = 1 << 20
+GROUP_ROWS = 512
+GROUP_BYTES = 1 << 19
 Encoded = list[list[Step]]
 NOTHING_SUPERVISED = "nothing supervised within max length"
 TOO_SHORT = "fewer than two supervised tokens"
