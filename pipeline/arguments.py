@@ -1,15 +1,14 @@
 """What is typed becomes options: lists, `--set key=value`, `--config`, and what several commands ask in the same words."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-import yaml
 
 from schemas.errors import OptionError
 from schemas.strict import Strict, parse
+from schemas.yaml_text import load_yaml
 
 Options = TypeVar("Options", bound=Strict)
 
@@ -56,14 +55,17 @@ def options_of(model: type[Options], arguments: Mapping[str, Any]) -> Options:
 def read_yaml(path: str) -> dict[str, Any]:
     """A YAML file that holds a mapping; OptionError otherwise."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as fault:
         raise OptionError(f"--config {path}: {fault.strerror}: give a YAML file such as a run's config.yaml") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as fault:
-        raise OptionError(f"--config {path} is not YAML: {' '.join(str(fault).split())}") from None
-    if not isinstance(data or {}, dict):
+    except ValueError as fault:
+        raise OptionError(f"--config {path} is not YAML that can be used: {fault}: correct it there") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
         raise OptionError(f"--config {path} holds a {type(data).__name__}, not sections such as draft: and optim:")
-    return data or {}
+    # A section of which no line was kept sets nothing.
+    return {section: {} if options is None else options for section, options in data.items()}
 
 
 def read_setting(text: str) -> tuple[list[str], Any]:
@@ -72,18 +74,9 @@ def read_setting(text: str) -> tuple[list[str], Any]:
     if not equals or not key.strip():
         raise OptionError(f"--set {text}: write section.key=value, as in --set optim.lr=1e-3")
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise OptionError(f"--set {text}: {value!r} is no YAML value") from None
-    return key.strip().split("."), as_number(parsed)
-
-
-def as_number(value: Any) -> Any:
-    """YAML 1.1 takes 1e-3 for text, since it has no dot; anyone who types it means the number. Anything else as it is."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            return float(value)
-    return value
+        return key.strip().split("."), load_yaml(value)
+    except ValueError as fault:
+        raise OptionError(f"--set {text}: {value!r} is no YAML value ({fault})") from None
 
 
 def merge(base: Mapping[str, Any], settings: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import yaml
-
-from pipeline.arguments import as_number
 from schemas.errors import OptionError
+from schemas.yaml_text import dump_yaml, load_yaml
 
 Setting = tuple[list[str], Any]
 
@@ -28,9 +26,9 @@ def read_sweep(text: str) -> tuple[list[str], list[Any]]:
     if not equals or not key.strip() or not values.strip():
         raise OptionError(f"--sweep {text}: write section.key=value,value, as in --sweep draft.block_size=8,16")
     try:
-        parsed = [as_number(value) for value in yaml.safe_load(f"[{values}]")]
-    except yaml.YAMLError:
-        raise OptionError(f"--sweep {text}: {values!r} is no list of YAML values") from None
+        parsed = load_yaml(f"[{values}]")
+    except ValueError as fault:
+        raise OptionError(f"--sweep {text}: {values!r} is no list of YAML values ({fault})") from None
     if repeated := [value for value in parsed if parsed.count(value) > 1]:
         raise OptionError(f"--sweep {text}: {repeated[0]!r} is given twice: give each value once")
     return key.strip().split("."), parsed
@@ -60,5 +58,5 @@ def grid(texts: Sequence[str]) -> list[Point]:
 
 def _plain(value: Any) -> str:
     """A value as a part of a folder's name."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20).strip().removesuffix("...").strip()
+    text = dump_yaml(value, default_flow_style=True, width=1 << 20).strip().removesuffix("...").strip()
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")

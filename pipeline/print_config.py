@@ -4,12 +4,12 @@ import textwrap
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from schemas.options import TrainOptions
 from schemas.strict import Strict
+from schemas.yaml_text import dump_yaml
 
 WIDTH = 110
 HEADER = """\
@@ -82,7 +82,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 def _value(value: Any) -> str:
     value = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20).strip().removesuffix("...").strip()
+    text = dump_yaml(value, default_flow_style=True, width=1 << 20).strip().removesuffix("...").strip()
     return str(text)
 
 

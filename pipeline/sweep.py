@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 
 from cache.read import open_cache
 from cache.whole import write_whole
@@ -21,6 +20,7 @@ from pipeline.sweep_table import sweep_table
 from schemas.errors import OptionError, TrainFault
 from schemas.options import TrainOptions
 from schemas.say import Say
+from schemas.yaml_text import dump_yaml
 from train.optim import highest_rate
 from train.resolve import DEFAULT_EPOCHS
 from train.rundir import Provenance, holds_run, provenance_of, read_options, read_provenance
@@ -140,7 +140,7 @@ def _run_all(tasks: Sequence[Task], cache: str, devices: Sequence[str | None], s
 
 
 def _start(task: Task, cache: str, device: str | None, jobs: int) -> "subprocess.Popen[bytes]":
-    text = yaml.safe_dump(task.options.model_dump(mode="json"), sort_keys=False)
+    text = dump_yaml(task.options.model_dump(mode="json"))
     write_whole(task.config, [text.encode()])
     command = [
         sys.executable,

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field
 
 from cache.read import Cache
@@ -19,6 +18,7 @@ from schemas.errors import DraftError
 from schemas.manifest import Identity, Totals, first_difference
 from schemas.options import TrainOptions
 from schemas.strict import Strict, parse
+from schemas.yaml_text import dump_yaml, load_yaml
 
 CONFIG, PROVENANCE, CHECKPOINTS, DRAFT = "config.yaml", "provenance.json", "checkpoints", "draft"
 PACKAGES = ("dflash-pipeline", "torch", "transformers", "numpy")
@@ -91,7 +91,7 @@ def holds_run(run: Path) -> bool:
 def write_run(run: Path, options: TrainOptions, provenance: Provenance) -> None:
     """Write provenance.json, then config.yaml, each whole."""
     write_whole(run / PROVENANCE, [provenance.model_dump_json(indent=1).encode() + b"\n"])
-    text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
+    text = dump_yaml(options.model_dump(mode="json"))
     write_whole(run / CONFIG, [text.encode()])
 
 
@@ -104,8 +104,8 @@ def record_export(run: Path, exported: Exported) -> None:
 def read_options(run: Path) -> TrainOptions:
     """The resolved options of a run, from its config.yaml; DraftError where there is none or it is malformed."""
     try:
-        data = yaml.safe_load((run / CONFIG).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
+        data = load_yaml((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
         raise DraftError(
             f"{run / CONFIG} cannot be read ({str(fault).splitlines()[0]}): give the folder of a run"
         ) from None
