@@ -53,7 +53,7 @@ class StoreFault(DflashError):
 
 
 class TrainFault(DflashError):
-    """Training cannot go on: the loss is not finite, or there is nothing to train on."""
+    """Training cannot go on: the loss is not finite, or the disk refuses."""
 
 
 class Bystander(DflashError):

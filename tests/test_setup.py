@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_fixtures import Heard, fingerprint, options, train_cache
 
-from schemas.errors import CacheError, DflashError, DraftError, OptionError, TrainFault
+from schemas.errors import CacheError, DflashError, DraftError, OptionError
 from schemas.say import Silent
 from train.run import train
 from train.setup import prepare
@@ -94,13 +94,13 @@ def test_evaluation_of_held_out_samples_without_any_anchor_is_refused(tmp_path: 
 
 def test_a_cache_without_training_samples_is_refused(tmp_path: Path) -> None:
     cache = train_cache(tmp_path / "c", shards=1, split="val")
-    with pytest.raises(TrainFault, match="none of the 0 training samples"):
+    with pytest.raises(CacheError, match="holds no training samples, all are held out: capture with a smaller --val-fraction"):
         train(options(run={"steps": None, "epochs": 1}), cache, str(tmp_path / "r"), False, Silent())
 
 
 def test_a_train_split_without_any_anchor_is_refused(tmp_path: Path) -> None:
     cache = train_cache(tmp_path / "c", shards=1, masks={row: [0, 1, 0, 0, 0, 1] for row in range(4)})
-    with pytest.raises(TrainFault, match=r"none of the 3 training samples.*block of 4"):
+    with pytest.raises(CacheError, match=r"none of the 3 training samples.*block of 4"):
         train(options(), cache, str(tmp_path / "r"), False, Silent())
     assert not (tmp_path / "r").exists()
     train(options(draft={"block_size": 5}, run={"steps": 1}), cache, str(tmp_path / "r"), False, Silent())

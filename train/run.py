@@ -62,7 +62,7 @@ def train(
 
     `partial`: of a cache that still grows, train on the shards that are committed now; resumed, the run stays with those.
     With `ranks` this is one of several processes that share every step: the first speaks, writes and returns what the run came to,
-    the others None. Raises UserError's kinds (options, cache, folder), TrainFault (nothing to train on, a loss that is not finite),
+    the others None. Raises UserError's kinds (options, cache, folder), TrainFault (a loss that is not finite),
     Interrupted after SIGTERM, when the state is saved, and Bystander where another process has failed. A resumed run ends with the
     bits of the uninterrupted one, if it has as many ranks.
     """

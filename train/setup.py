@@ -12,7 +12,7 @@ from cache.store import open_store
 from draft.files import check_place
 from draft.model import new_draft
 from draft.shape import draft_config
-from schemas.errors import OptionError, TrainFault
+from schemas.errors import CacheError, OptionError
 from schemas.options import TrainOptions
 from schemas.say import Say
 from train.batch import Draw, first_anchor
@@ -178,10 +178,14 @@ def _agree(team: Team, options: TrainOptions, provenance: Provenance, start: Tra
 
 
 def _check_train(options: TrainOptions, cache: Cache, order: Order) -> None:
-    """TrainFault where there is nothing to train on."""
+    """CacheError where there is nothing to train on."""
+    of_sources = " of data.sources" if options.data.sources is not None else ""
+    if not len(order.row_S):
+        raise CacheError(
+            f"{cache.path} holds no training samples{of_sources}, all are held out: capture with a smaller --val-fraction, or more data"
+        )
     if first_anchor(cache, options.draft.block_size, order.row_S.tolist()) is None:
-        of_sources = " of data.sources" if options.data.sources is not None else ""
-        raise TrainFault(
+        raise CacheError(
             f"none of the {len(order.row_S)} training samples of {cache.path}{of_sources} has a supervised token followed by another "
             f"within a block of {options.draft.block_size}: capture other conversations"
         )
