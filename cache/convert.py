@@ -22,7 +22,7 @@ from cache.write import CacheWriter, existing_manifest
 from schemas.arrays import WITH_OUTLIERS, array_specs, chunk_tokens
 from schemas.errors import CacheError, OptionError
 from schemas.index import PLAN_SCHEMA
-from schemas.manifest import CONVERTED, Codec, Manifest, first_difference
+from schemas.manifest import CONVERTED, Codec, Manifest, brief, first_difference
 from schemas.say import Say
 
 # How much is left of a state: a cache is converted to the same rank or a higher one, since precision that is gone does not come back.
@@ -86,7 +86,9 @@ def _check_same(out: str, found: Manifest, wanted: Manifest) -> None:
     difference = first_difference(wanted.model_copy(update={"complete": found.complete}), found)
     if difference is not None:
         name, asked, held = difference
-        raise CacheError(f"{out} holds another cache, of {name} {held!r} and not {asked!r}: give another place")
+        raise CacheError(
+            f"{out} holds another cache, with {name} {brief(held)}, where this one has {brief(asked)}: give another place"
+        )
 
 
 def _plan(source: Cache) -> pa.Table:

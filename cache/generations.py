@@ -52,11 +52,17 @@ def generations_text(generations: Sequence[Generation]) -> str:
     return " ".join(f"{generation.first_shard}:{generation.sources}" for generation in generations)
 
 
-def maker(manifest: Manifest) -> str:
-    """The command that can make damaged shards of this cache again."""
-    if CONVERTED in manifest.record:
-        return "dflash convert"
-    return "dflash merge" if MERGED in manifest.record else "dflash capture"
+def mendable(manifest: Manifest) -> bool:
+    """Whether one command can make damaged shards of this cache again: none knows both a merge and what was appended to it."""
+    return MERGED not in manifest.record or CONVERTED in manifest.record or len(generations_of(manifest)) == 1
+
+
+def way_to_mend(manifest: Manifest) -> str:
+    """What to do about damaged or missing shards of this cache."""
+    if not mendable(manifest):
+        return "merge its caches again, into another --out, and append to that what was appended since"
+    maker = "dflash merge" if MERGED in manifest.record else "dflash capture"
+    return f"run the same `{'dflash convert' if CONVERTED in manifest.record else maker}` command again"
 
 
 def pending_metadata(pending: Manifest) -> dict[bytes, bytes]:

@@ -21,7 +21,7 @@ from cache.verify import sound_or_forgotten
 from cache.write import existing_manifest, is_committed, object_sizes, read_records
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError
-from schemas.manifest import Manifest, Source, first_difference
+from schemas.manifest import Manifest, brief, first_difference
 from schemas.records import CommitRecord, ObjectRecord, record_name
 from schemas.say import Say
 
@@ -71,14 +71,8 @@ def _check_same(out: str, found: Manifest, wanted: Manifest) -> None:
     if difference is not None:
         name, ours, theirs = difference
         raise CacheError(
-            f"--out {out} holds another cache, with {name} {_brief(theirs)}, where this merge has {_brief(ours)}: give another --out"
+            f"--out {out} holds another cache, with {name} {brief(theirs)}, where this merge has {brief(ours)}: give another --out"
         )
-
-
-def _brief(value: object) -> str:
-    if isinstance(value, tuple) and value and isinstance(value[0], Source):
-        return ", ".join(f"{source.path} ({source.kept} rows kept, sha256 {source.sha256[:16]})" for source in value)
-    return repr(value)
 
 
 @dataclass(frozen=True)

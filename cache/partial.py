@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from cache.generations import maker, read_earlier
+from cache.generations import read_earlier, way_to_mend
 from cache.index import INDEX, read_index, totals_of
 from cache.layout import read_root
 from cache.plan import PLAN, Plan
@@ -44,8 +44,8 @@ def open_partial(path: str, layers: Sequence[int] | None = None) -> Partial:
     shards = committed_shards(store, manifest)
     if not shards or store.size("target/head.safetensors") is None:
         raise CacheError(
-            f"{path}: none of {planned} shards is committed yet: wait for the capture, or run the same "
-            f"`{maker(manifest)}` command again if it has stopped"
+            f"{path}: none of {planned} shards is committed yet: wait for the capture, or "
+            f"{way_to_mend(manifest)} if it has stopped"
         )
     return Partial(open_shards(path, shards, layers), shards, planned)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from cache.buffers import Buffers
 from cache.chunks import ChunkDamaged, ChunkReader
 from cache.codecs import HiddenCodec, PackedStates, as_tensor
-from cache.generations import maker
+from cache.generations import way_to_mend
 from cache.head import TargetHead
 from cache.index import read_index
 from cache.layout import is_ours, read_channels, read_root
@@ -197,7 +197,7 @@ def open_cache(path: str, layers: Sequence[int] | None = None) -> Cache:
         done = sum(record_name(shard) in held_records for shard in range(manifest.totals.shards))
         raise CacheError(
             f"{path} is incomplete ({done} of {manifest.totals.shards} shards): "
-            f"run the same `{maker(manifest)}` command again to finish it, or "
+            f"{way_to_mend(manifest)} to finish it, or "
             "train on what is there with `dflash train --partial`"
         )
     shards = range(manifest.totals.shards)

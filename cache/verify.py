@@ -14,7 +14,7 @@ import torch
 from cache.buffers import Buffers
 from cache.chunks import ChunkReader
 from cache.codecs import HiddenCodec
-from cache.generations import maker
+from cache.generations import way_to_mend
 from cache.index import index_vouched, read_index
 from cache.layout import read_channels, read_root, write_root
 from cache.rows import read_rows
@@ -47,7 +47,7 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     store = open_store(path)
     manifest = read_root(store)
     if not manifest.complete:
-        raise CacheError(f"{path} is incomplete: run the same `{maker(manifest)}` command again to finish it")
+        raise CacheError(f"{path} is incomplete: {way_to_mend(manifest)} to finish it")
     faults = [Fault(key, "missing") for key in HEAD_FILES if store.size(key) is None]
     try:
         rows = read_index(store, manifest).to_pylist()

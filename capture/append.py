@@ -7,7 +7,7 @@ the same files in the same order.
 from collections.abc import Sequence, Set
 
 from cache.append import grown, pending_append
-from cache.generations import GENERATIONS, generations_of, pending_metadata
+from cache.generations import GENERATIONS, generations_of, mendable, pending_metadata, way_to_mend
 from cache.index import read_index
 from cache.plan import plan_sha256
 from cache.store import open_store
@@ -41,23 +41,22 @@ def appendable(
     check_reading(settings, found)
     if not found.complete:
         raise CacheError(
-            f"--append: {out} is not finished: first run the command that makes it again, without --append"
+            f"--append: {out} is not finished: first {way_to_mend(found)}"
+            + (", without --append" if mendable(found) else "")
         )
     held = {(source.sha256, source.rows) for source in found.sources}
     left = [scan for scan in scans if not any(scan.sha256 == sha and scan.rows <= rows for sha, rows in held)]
     for scan in scans:
         if scan not in left:
             say.note(f"{scan.shown} is already in {out}")
-    if not left:
-        say.note(f"{out}: all of this data is already in: nothing to do")
-        return found, []
-    if (pending := pending_append(out)) is not None:
+    if left and (pending := pending_append(out)) is not None:
         _check_pending(out, found, pending, left)
     _, faults = verify(out, False, say)
     if faults:
-        raise CacheError(
-            f"--append: {out} is damaged ({faults[0].where}: {faults[0].what}): first run the command that makes it again, without --append"
-        )
+        way = way_to_mend(found) + (", without --append" if mendable(found) else "")
+        raise CacheError(f"--append: {out} is damaged ({faults[0].where}: {faults[0].what}): first {way}")
+    if not left:
+        say.note(f"{out}: all of this data is already in: nothing to do")
     return found, left
 
 

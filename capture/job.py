@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cache.append import begin_append, resume_append
 from cache.codecs import Channels
 from cache.disk import check_free, needed_bytes
-from cache.generations import MERGED, generations_of
+from cache.generations import MERGED, generations_of, way_to_mend
 from cache.layout import read_channels
 from cache.store import open_store
 from cache.verify import forget, verify
@@ -103,7 +103,7 @@ def _append_job(settings: Settings, scans: Sequence[Scan], found: Manifest | Non
     pending, plan, collected = planned
     added = addition(pending, held)
     check_free(open_store(out), *needed_bytes(held.identity, added.totals.shards, plan.nbytes))
-    tell_plan(added, collected, say)
+    tell_plan(added, collected, say, appended=True)
     _warn_of_pieces(settings, held, "the new", say)
     return Job(found, plan=(pending, plan), appends=True)
 
@@ -125,11 +125,7 @@ def _check_captured(out: str, manifest: Manifest) -> None:
         )
     if MERGED not in manifest.record:
         return
-    # A merge mends its own cache; to one that was appended to since it is another cache's command.
-    remedy = "run its `dflash merge` command again (it mends what is damaged)"
-    if len(generations_of(manifest)) > 1:
-        remedy = "merge its caches again, into another --out, and append to that what was appended since"
-    raise CacheError(f"{out} was merged from several caches, so it cannot be captured again: {remedy}")
+    raise CacheError(f"{out} was merged from several caches, so it cannot be captured again: {way_to_mend(manifest)}")
 
 
 def known_channels(job: Job, out: str) -> Channels | None:

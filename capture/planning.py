@@ -59,12 +59,15 @@ def plan_capture(
     return manifest, plan, collected
 
 
-def tell_plan(manifest: Manifest, collected: Collected, say: Say) -> None:
-    """Say what the plan keeps, cuts and leaves out, and what is probably not meant."""
+def tell_plan(manifest: Manifest, collected: Collected, say: Say, appended: bool = False) -> None:
+    """Say what the plan keeps, cuts and leaves out, and what is probably not meant.
+
+    Of what is `appended` all or nothing may be held out: the cache has its share, by a --val-fraction that is settled.
+    """
     totals, token = manifest.totals, manifest.identity.mask_token_id
     say.note(f"mask token: {token} ({manifest.mask_token_source})")
     tell_data(manifest, collected, say)
-    if totals.val_samples == 0 and manifest.identity.val_fraction > 0:
+    if totals.val_samples == 0 and not appended and manifest.identity.val_fraction > 0:
         say.warn("no sample falls into the held-out part: raise --val-fraction, or nothing can be evaluated")
-    if totals.val_samples == totals.samples:
+    if totals.val_samples == totals.samples and not appended:
         say.warn("every sample falls into the held-out part: lower --val-fraction, or nothing can be trained on")

@@ -71,7 +71,7 @@ def dry_run(options: CaptureOptions, say: Say) -> DryRun | None:
     else:
         same_as(found, settings, scans)
         manifest, _, collected = plan_capture(settings, scans, say, recall(settings, scans, found, say))
-    tell_plan(manifest, collected, say)
+    tell_plan(manifest, collected, say, options.append)
     return DryRun(manifest, collected.truncated, open_store(options.out).free_bytes())
 
 

@@ -125,7 +125,7 @@ def verify(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say whether a cache is what it says it is, and if not what is damaged and which samples that touches."""
-    from cache.generations import maker
+    from cache.generations import mendable, way_to_mend
     from cache.verify import forget
     from cache.verify import verify as find_faults
     from pipeline.inspect import faults_text
@@ -140,16 +140,17 @@ def verify(
     if json is not None:
         write_json(Path(json), {"cache": cache, "deep": deep, "faults": [asdict(fault) for fault in faults]})
     print(faults_text(cache, manifest, faults, deep))
-    if faults and repair:
-        print(
-            f"{forget(cache, faults)} shards forgotten: run the same `{maker(manifest)}` command again, it does what is missing"
+    if faults and not mendable(manifest):
+        # Not even --repair: what it forgets nothing could make again, and what is sound could no longer be read.
+        raise CacheDamaged(
+            f"{cache} is damaged ({len(faults)} faults), and merged before it grew: {way_to_mend(manifest)}"
         )
+    if faults and repair:
+        print(f"{forget(cache, faults)} shards forgotten: {way_to_mend(manifest)}, it does what is missing")
     if faults:
         what = "is damaged" if not repair else "was damaged"
         first = "" if repair else "--repair it, then "
-        raise CacheDamaged(
-            f"{cache} {what} ({len(faults)} faults): {first}run the same `{maker(manifest)}` command again"
-        )
+        raise CacheDamaged(f"{cache} {what} ({len(faults)} faults): {first}{way_to_mend(manifest)}")
 
 
 def compare(

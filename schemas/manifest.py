@@ -137,3 +137,10 @@ def first_difference(wanted: Strict, found: Strict, prefix: str = "") -> tuple[s
             return first_difference(ours, theirs, f"{prefix}{name}.")
         return f"{prefix}{name}", ours, theirs
     return None
+
+
+def brief(value: object) -> str:
+    """A field's value for a message: of sources, what tells them apart."""
+    if isinstance(value, tuple) and value and isinstance(value[0], Source):
+        return ", ".join(f"{source.path} ({source.kept} rows kept, sha256 {source.sha256[:16]})" for source in value)
+    return repr(value)

@@ -12,6 +12,7 @@ from cache.merge import merge
 from cache.read import open_cache
 from cache.verify import forget, verify
 from capture.run import capture
+from pipeline.cli import main
 from schemas.errors import CacheError, OptionError
 from schemas.options import CaptureOptions
 from schemas.say import Silent
@@ -79,8 +80,12 @@ def test_what_cannot_be_appended_to_is_refused(tmp_path, target, data, base, cop
         capture(command(target, data[1:2], tmp_path / "none", append=True), Recorder())
     out = copy(base)
     (out / "hidden/0/c/0/0").unlink()
-    with pytest.raises(CacheError, match=r"is damaged \(hidden/0/c/0/0: missing\)"):
-        capture(command(target, data[1:2], out, append=True), Recorder())
+    for files in (data[1:2], data[:1]):  # also where all of it is in already
+        with pytest.raises(
+            CacheError,
+            match=r"is damaged \(hidden/0/c/0/0: missing\): first run the same `dflash capture`.*without --append",
+        ):
+            capture(command(target, files, out, append=True), Recorder())
     forget(str(out), verify(str(out), False, Silent())[1])
     with pytest.raises(CacheError, match="is not finished"):
         capture(command(target, data[1:2], out, append=True), Recorder())
@@ -92,7 +97,7 @@ def test_append_and_overwrite_contradict_each_other():
         CaptureOptions(target="x", append=True, overwrite=True)
 
 
-def test_a_merged_cache_is_not_captured_again(target, data, base, folder, tmp_path):
+def test_a_merged_cache_is_not_captured_again(target, data, base, tmp_path, capsys):
     other, out = tmp_path / "other", tmp_path / "merged"
     capture(command(target, data[1:2], other), Recorder())
     merge([str(base), str(other)], str(out), Silent())
@@ -102,12 +107,20 @@ def test_a_merged_cache_is_not_captured_again(target, data, base, folder, tmp_pa
     harmed = tmp_path / "harmed"
     shutil.copytree(out, harmed)
     (harmed / "hidden/0/c/1/0").unlink()
-    with pytest.raises(CacheError, match="cannot be captured again: run its `dflash merge`"):
+    with pytest.raises(CacheError, match="cannot be captured again: run the same `dflash merge`"):
         capture(command(target, data[:2], harmed), Recorder())
     capture(command(target, data[2:], out, append=True), Recorder())
     assert open_cache(str(out)).manifest.totals.samples == ROWS + MORE + LAST
     (out / "hidden/0/c/1/0").unlink()
     before = contents(out)
-    with pytest.raises(CacheError, match="merge its caches again, into another --out, and append"):
+    way = "merge its caches again, into another --out, and append"
+    with pytest.raises(CacheError, match=way):
         capture(command(target, data, out), Recorder())
+    with pytest.raises(CacheError, match=rf"is damaged \(hidden/0/c/1/0: missing\): first {way}"):
+        capture(command(target, data[2:], out, append=True), Recorder())
+    # No command makes its shards again, so none of them may be forgotten.
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", str(out), "--repair"])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert caught.value.code == 1 and said.startswith("error: ") and way in said
     assert contents(out) == before

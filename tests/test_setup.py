@@ -94,7 +94,9 @@ def test_evaluation_of_held_out_samples_without_any_anchor_is_refused(tmp_path: 
 
 def test_a_cache_without_training_samples_is_refused(tmp_path: Path) -> None:
     cache = train_cache(tmp_path / "c", shards=1, split="val")
-    with pytest.raises(CacheError, match="holds no training samples, all are held out: capture with a smaller --val-fraction"):
+    with pytest.raises(
+        CacheError, match="holds no training samples, all are held out: capture with a smaller --val-fraction"
+    ):
         train(options(run={"steps": None, "epochs": 1}), cache, str(tmp_path / "r"), False, Silent())
 
 
