@@ -12,7 +12,7 @@ import pytest
 from cache_fixtures import identity
 from capture_fixtures import Recorder, capture_options, contents, random_target, shipped_rows, write_jsonl
 
-import cache.store
+import cache.whole
 from cache.disk import SMALL_FILES_BYTES, check_free, needed_bytes
 from cache.read import open_cache
 from cache.store import LocalStore
@@ -48,7 +48,7 @@ def check_nothing_torn(out: Path, whole: dict[str, bytes]) -> None:
 
 
 class Disk:
-    """Files of `cache.store` on a disk with `left` bytes; the write that exceeds it is cut, as the kernel does it, then refused."""
+    """Files of `cache.whole` on a disk with `left` bytes; the write that exceeds it is cut, as the kernel does it, then refused."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -87,7 +87,7 @@ def test_a_disk_that_fills_up_at_any_byte(folder, tmp_path, monkeypatch):
     for left in [0, *draw.integers(1, total * 7 // 10, 6).tolist()]:
         disk = Disk(int(left))
         with monkeypatch.context() as patch:
-            patch.setattr(cache.store, "open", lambda *a, disk=disk, **k: Opened(disk, *a, **k), raising=False)
+            patch.setattr(cache.whole, "open", lambda *a, disk=disk, **k: Opened(disk, *a, **k), raising=False)
             with pytest.raises(DflashError, match=FULL) as caught:
                 capture(options(folder, out), Recorder())
         assert (caught.value.exit_code, disk.left) == (1, 0)
