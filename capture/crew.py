@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from cache.peers import lost_peer, meet, stand_by
-from schemas.errors import Bystander, DflashError, OptionError
+from schemas.errors import Bystander, DflashError, Interrupted, OptionError
 from schemas.ranks import Ranks
 
 POLL_SECONDS = 0.05
@@ -93,7 +93,9 @@ def gather(ranks: Ranks, tp: int) -> Iterator[Crew]:
         reason = _reason(crew, fault)
         if reason is None:
             raise
-        stand_by()
+        if not isinstance(fault, Interrupted | KeyboardInterrupt):
+            # Whoever stopped this one as well waits for it.
+            stand_by()
         raise Bystander(reason) from None
     _leave(crew)
 

@@ -50,7 +50,7 @@ def launch(
     """
     import logging
 
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -68,6 +68,8 @@ def launch(
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=patience,
+        # The processes print for themselves; a folder for their logs would stay behind.
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "pipeline", *words)

@@ -13,8 +13,9 @@ from crew_fixtures import ROWS, Driver, options_for
 
 from cache.read import open_cache
 from cache.store import LocalStore
+from capture import crew as crew_module
 from capture.crew import gather
-from schemas.errors import Bystander, OptionError
+from schemas.errors import Bystander, Interrupted, OptionError
 from schemas.ranks import ALONE, Ranks, ranks_of
 
 
@@ -174,9 +175,10 @@ def stop_in_the_middle(process: subprocess.Popen, number: int, of_a_worker: bool
     return process.returncode, said
 
 
-def test_nproc_ends_politely_and_goes_on(folder, longer, target):
+def test_nproc_ends_politely_and_goes_on(folder, longer, target, tmp_path, monkeypatch):
     data, uninterrupted = longer
     out = folder / "command"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     code, said = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGTERM, False)
     assert code == 143, said
     assert said.count("error:") == 1 and "the same command goes on" in said
@@ -186,6 +188,7 @@ def test_nproc_ends_politely_and_goes_on(folder, longer, target):
     assert printed.count("complete") == 1, "the first process alone speaks"
     assert "going on" in said
     assert contents(out) == uninterrupted
+    assert not list(tmp_path.glob("torchelastic*"))
 
 
 @pytest.mark.slow
@@ -193,7 +196,7 @@ def test_nproc_survives_its_processes(folder, longer, target):
     data, uninterrupted = longer
     out = folder / "killed-command"
     code, said = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGKILL, True)
-    assert (code, "was ended by SIGKILL: run the same command again" in said) == (1, True), said
+    assert (code, "was ended by SIGKILL: the same command goes on" in said) == (1, True), said
     code, _ = stop_in_the_middle(dflash(*command_for(target, data, out)), signal.SIGKILL, False)
     assert code == -signal.SIGKILL
     process = dflash(*command_for(target, data, out))
@@ -218,3 +221,16 @@ def test_workspaces_of_the_living_and_of_other_hosts_stay(tmp_path):
         place.mkdir()
     LocalStore(tmp_path).clean_workspaces()
     assert own.exists() and other.exists() and not dead.exists()
+
+
+@pytest.mark.parametrize("stop", [Interrupted("stopped by SIGTERM"), KeyboardInterrupt()])
+def test_who_is_stopped_along_with_another_ends_at_once(monkeypatch, stop):
+    monkeypatch.setattr(crew_module, "stand_by", lambda: pytest.fail("the launcher waits for this process"))
+
+    def stopped() -> None:
+        with gather(ALONE, 1) as crew:
+            crew.tell(crew_module.FAILED, "process 1 stopped: KeyboardInterrupt")
+            raise stop
+
+    with pytest.raises(Bystander, match="process 1 stopped"):
+        stopped()
