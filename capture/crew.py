@@ -109,7 +109,7 @@ def _reason(crew: Crew, fault: BaseException) -> str | None:
     with suppress(RuntimeError):
         if crew.store.check([FAILED]):
             return str(crew.store.get(FAILED).decode())
-        what = str(fault) if isinstance(fault, DflashError) else type(fault).__name__
+        what = str(fault) if isinstance(fault, DflashError | Interrupted) else type(fault).__name__
         crew.tell(FAILED, f"process {crew.ranks.rank} stopped: {what}")
     return None
 

@@ -60,7 +60,10 @@ class Bystander(DflashError):
     """Another of the processes that work together failed, and has said why itself."""
 
 
-class Interrupted(DflashError):
-    """SIGTERM arrived; the state is saved and the message says how to go on."""
+class Interrupted(BaseException):
+    """SIGTERM arrived; the state is saved and the message says how to go on.
+
+    It comes in the middle of anything, so like Ctrl-C it is no Exception: a chat template or a compiler would be blamed for it.
+    """
 
     exit_code = 143

@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from capture_fixtures import THINKING_TEMPLATE, copy_tokenizer, talk
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from capture.pieces import join_turns
-from schemas.errors import DataError, OptionError, TargetError
+from schemas.errors import DataError, Interrupted, OptionError, TargetError
 from target.chat import encode_texts, open_chat, prompt_ids
 from target.load import TargetRef, resolve_target
 from target.steps import encode_turns
@@ -218,3 +219,13 @@ def test_mask_token_order(chat, tmp_path):
 def test_mask_token_refusals(chat, asked, seen, rule):
     with pytest.raises(OptionError, match=rule):
         mask_token(chat, 2048, asked, seen)
+
+
+def test_a_signal_that_comes_while_a_template_is_rendered_is_not_blamed_on_the_conversation(chat):
+    def interrupted(*_, **__):
+        raise Interrupted("stopped by SIGTERM")
+
+    stopped = SimpleNamespace(new_context=interrupted, root_render_func=interrupted)
+    for frame in (chat.frame, None):
+        with pytest.raises(Interrupted):
+            split_turns(replace(chat, compiled=stopped, frame=frame), talk("Hi", "Hello.")["messages"])

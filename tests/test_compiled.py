@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from train_fixtures import Heard, fingerprint, options, stable_lines, tensor_files, train_cache
 
-from schemas.errors import OptionError
+from schemas.errors import Interrupted, OptionError
 from schemas.say import Silent
 from train import setup
 from train.batch import Batch, read_batches
@@ -156,6 +156,16 @@ def test_a_machine_without_a_compiler_is_told_so_before_anything_is_written(
     ) as caught:
         compiled_run(cache, tmp_path / "r")
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_that_comes_while_it_compiles_is_not_blamed_on_the_compiler(cache: str, tmp_path: Path) -> None:
+    def interrupted(*_: Any) -> None:
+        raise Interrupted("stopped by SIGTERM")
+
+    job = job_of(cache, tmp_path / "r", "dflash", 1)
+    torch.compiler.reset()
+    with pytest.raises(Interrupted):
+        compile_layers(job.learner, 2, interrupted)
 
 
 @pytest.mark.slow
