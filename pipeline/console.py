@@ -38,6 +38,13 @@ class Console:
         """Something that is probably not what the user wants."""
         self._rich.print(f"warning: {text}", markup=False, soft_wrap=True)
 
+    def result(self, text: str) -> None:
+        """What was asked for, on standard output, which a bar has taken over: so bars end here."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar, self._tasks = None, {}
+        print(text, flush=True)
+
     def progress(self, label: str, done: float, total: float, **figures: float | str) -> None:
         """Move the bar of `label`, or print a line: the first, the last, and one every ten seconds between."""
         detail = "  ".join(f"{name.replace('_', ' ')} {_figure(value)}" for name, value in figures.items())

@@ -1,5 +1,6 @@
 """What a draft is worth: accepted tokens from the cache's held-out samples, or by real decoding against the target."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from draft.accept import evaluate_cache
 from draft.decode import decode_prompts
 from draft.files import load_draft
 from draft.model import Draft
-from pipeline.results import CACHE, DECODED, keep_result, write_json
+from pipeline.results import CACHE, DECODED, check_json, keep_result, write_json
 from schemas.draft import draft_folder
 from schemas.errors import DraftError, OptionError
 from schemas.manifest import Identity
@@ -29,14 +30,19 @@ DECODING_ONLY: tuple[str, ...] = ("through_codec", "max_new_tokens", "dtype", "a
 CACHE_ONLY: tuple[str, ...] = ("through_codec", "split")
 
 
-def evaluate(options: EvaluateOptions, json_path: str | None, say: Say) -> dict[str, Any]:
-    """Evaluate as asked, keep the figures (in `json_path` and, of all held-out samples, in the run) and return them.
+def evaluate(
+    options: EvaluateOptions, json_path: str | None, say: Say, show: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Evaluate as asked, `show` the figures, keep them (in `json_path` and, of all held-out samples, in the run) and return them.
 
-    Raises UserErrors.
+    They are shown first, since a disk may be full by now. Raises UserErrors.
     """
+    if json_path is not None:
+        check_json(Path(json_path))
     _warn_of_idle(options, say)
     result = _from_cache(options, say) if options.target is None else _by_decoding(options, say)
     result = {"draft": options.draft, **result}
+    show(result)
     if options.limit is None and options.split == "val":
         keep_result(options.draft, CACHE if options.target is None else DECODED, result)
     else:

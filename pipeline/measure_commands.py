@@ -49,8 +49,7 @@ def evaluate(
     from pipeline.evaluate import evaluate as run_evaluation
 
     with Console() as say:
-        figures = run_evaluation(options, json, say)
-    print(figures_text(figures))
+        run_evaluation(options, json, say, lambda figures: say.result(figures_text(figures)))
 
 
 def figures_text(figures: dict[str, Any]) -> str:

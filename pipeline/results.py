@@ -1,6 +1,7 @@
 """The measurements of a run, kept beside it: RUN/evaluation/cache.json and RUN/evaluation/decoded.json."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,20 @@ CACHE, DECODED = "cache.json", "decoded.json"
 WEIGHTS = "weights_crc32c"
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a result, whole or not at all. Raises OptionError where `path` is a folder."""
+def check_json(path: Path) -> None:
+    """OptionError where no file can be written at `path`: better said before what may take hours."""
     if path.is_dir():
         raise OptionError(f"{path} is a folder: give the name of a file for the JSON")
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OptionError(f"--json {path}: {folder} is no folder that can be written to: give another file")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a result, whole or not at all. Raises OptionError where it cannot lie there."""
+    check_json(path)
     write_whole(path, [json.dumps(data, indent=1).encode() + b"\n"])
 
 

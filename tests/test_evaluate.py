@@ -10,9 +10,10 @@ from reference import lively_draft, small_config
 from train_fixtures import Heard, options, train_cache
 
 from draft.files import save_draft
+from pipeline.cli import main
 from pipeline.evaluate import evaluate
 from pipeline.results import CACHE, read_result
-from schemas.errors import DraftError
+from schemas.errors import DflashError, DraftError, OptionError
 from schemas.options import EvaluateOptions
 from schemas.say import Silent
 from train.run import train
@@ -45,6 +46,29 @@ def test_all_held_out_samples_are_kept_and_a_part_is_not(cache: str, run: str, t
     assert kept is not None and kept["walk"] == figures["walk"] and kept["split"] == "val"
     written = json.loads((tmp_path / "a/b.json").read_text())
     assert written["split"] == "train" and written["uniform"]["blocks"] > figures["uniform"]["blocks"]
+
+
+def test_figures_are_shown_before_a_disk_can_refuse_them(
+    cache: str, run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _: object) -> None:
+        raise DflashError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr("pipeline.results.write_whole", full)
+    with pytest.raises(SystemExit) as caught:
+        main(["evaluate", "--draft", run, "--cache", cache])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 1 and "walk" in out and "No space left" in err
+
+
+@pytest.mark.parametrize("place", [".", "taken/figures.json"])
+def test_a_place_for_figures_that_cannot_be_is_refused_before_any_work(
+    cache: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setattr("pipeline.evaluate._from_cache", lambda *_: pytest.fail("hours of work"))
+    with pytest.raises(OptionError, match=r"is a folder|taken is no folder"):
+        evaluate(EvaluateOptions(draft=run, cache=cache), str(tmp_path / place), Silent())
 
 
 def test_an_option_of_another_way_of_evaluating_is_warned_of(cache: str, run: str) -> None:
