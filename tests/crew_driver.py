@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from capture.run import capture  # noqa: E402
-from schemas.errors import DflashError  # noqa: E402
+from schemas.errors import DflashError, Interrupted  # noqa: E402
 from schemas.options import CaptureOptions  # noqa: E402
 from schemas.ranks import Ranks  # noqa: E402
 from schemas.say import Silent  # noqa: E402
@@ -26,7 +26,7 @@ def child(options: CaptureOptions, ranks: Ranks) -> None:
     try:
         capture(options, Silent(), ranks)
         code = 0
-    except DflashError as fault:
+    except (DflashError, Interrupted) as fault:
         print(f"{ranks.rank}: {type(fault).__name__}: {fault}", file=sys.stderr)
         code = fault.exit_code
     os._exit(code)

@@ -29,7 +29,7 @@ from train_fixtures import TARGET_CONFIG  # noqa: E402
 
 from cache.peers import whole  # noqa: E402
 from draft.shape import text_config  # noqa: E402
-from schemas.errors import DflashError, TrainFault  # noqa: E402
+from schemas.errors import DflashError, Interrupted, TrainFault  # noqa: E402
 from schemas.options import TrainOptions  # noqa: E402
 from schemas.ranks import Ranks  # noqa: E402
 from schemas.say import Silent  # noqa: E402
@@ -86,7 +86,7 @@ def child(task: dict[str, Any], ranks: Ranks) -> None:
             gradients(task, options, ranks)
         else:
             training.train(options, task["cache"], task["out"], task["resume"], Silent(), ranks)
-    except DflashError as fault:
+    except (DflashError, Interrupted) as fault:
         print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
         code = fault.exit_code
     except BaseException as fault:
