@@ -2,8 +2,9 @@
 
     python benchmarks/reading.py [--samples 40]
 
-H 4096, 5 layers, bf16, samples of 1,024 tokens at random places, page cache hot, one thread, the best of five rounds. Memory that is
-copied into is used again, as the reader's own is: fresh memory would make copying several times slower, and every ratio better.
+H 4096, 5 layers, bf16, samples of 1,024 tokens at random places, page cache hot, one thread, the best of five rounds; once a sample
+a call, and once as many a call as training reads, a micro-batch of 8,192 tokens. Memory that is copied into is used again, as the
+reader's own is: fresh memory would make copying several times slower, and every ratio better.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import zarr
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from cache.buffers import Buffers
@@ -33,6 +35,7 @@ from schemas.manifest import Codec, Identity, Manifest, TargetIdentity, Totals
 
 HIDDEN, LAYERS, LENGTH, SHARD_TOKENS, SHARDS, TOP_K = 4096, (1, 9, 17, 25, 33), 1024, 8192, 2, 8
 ROUNDS = 5
+A_CALL = (1, 8)
 TOKENS = ("tokens/input_ids", "tokens/loss_mask")
 
 
@@ -74,14 +77,13 @@ def cache_of(store: LocalStore, manifest: Manifest, verify_every: int) -> Cache:
     return Cache(store, manifest, LAYERS, index, arrays, HiddenCodec(manifest.identity.codec), buffers)
 
 
-def rounds(ways: dict[str, Callable[[int], object]], offsets: Sequence[int]) -> dict[str, float]:
-    """Seconds of each way over all samples: the least of several rounds, in which the ways take turns."""
+def rounds(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each way: the least of several rounds, in which the ways take turns."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(ROUNDS):
         for name, work in ways.items():
             started = time.perf_counter()
-            for offset in offsets:
-                work(offset)
+            work()
             best[name] = min(best[name], time.perf_counter() - started)
     return best
 
@@ -89,44 +91,53 @@ def rounds(ways: dict[str, Callable[[int], object]], offsets: Sequence[int]) -> 
 def reading(store: LocalStore, manifest: Manifest, folder: Path, offsets: Sequence[int]) -> None:
     """Print the rows on reading random samples."""
     draw = np.random.default_rng(1)
-    held = [draw.integers(0, 1 << 16, (SHARDS * SHARD_TOKENS, HIDDEN), dtype=np.uint16) for _ in range(2)]
-    into = Buffers().array((len(LAYERS), LENGTH, HIDDEN), np.uint16)
+    held = [draw.integers(0, 1 << 16, (SHARDS * SHARD_TOKENS, HIDDEN), dtype=np.uint16) for _ in LAYERS]
     group = zarr.open_group(str(store.root), mode="r")
     plain = [group[f"hidden/{layer}"] for layer in LAYERS]
     files = {}
     for offset in offsets:
         files[offset] = folder / f"{offset}.safetensors"
-        tensors = {f"hidden.{layer}": held[layer % 2][offset : offset + LENGTH] for layer in LAYERS}
+        tensors = {f"hidden.{layer}": own[offset : offset + LENGTH] for layer, own in zip(LAYERS, held, strict=True)}
         save_file(tensors, files[offset])
     always, sampled = cache_of(store, manifest, 1), cache_of(store, manifest, 16)
-    for offset in offsets:
-        sampled.samples([(offset, LENGTH)], LAYERS)  # the first epoch, in which all is verified
-
-    def copy(offset: int) -> None:
-        for place in range(len(LAYERS)):
-            into[place] = held[place % 2][offset : offset + LENGTH]
-
-    taken = rounds(
-        {
-            "copying in memory": copy,
-            "verified": lambda offset: always.samples([(offset, LENGTH)], LAYERS),
-            "sampled": lambda offset: sampled.samples([(offset, LENGTH)], LAYERS),
-            "verified, 2 layers": lambda offset: always.samples([(offset, LENGTH)], LAYERS[1:3]),
-            "plain Zarr": lambda offset: [array[offset : offset + LENGTH] for array in plain],
-            "a file a sample": lambda offset: load_file(files[offset]),
-        },
-        offsets,
-    )
     size = len(offsets) * len(LAYERS) * LENGTH * HIDDEN * 2
-    for name, each in taken.items():
-        share = 2 / len(LAYERS) if name.endswith("2 layers") else 1
-        print(f"{name:<20} {share * size / each / 1e9:6.2f} GB/s")
-    tell("verified / copying in memory", taken["copying in memory"] / taken["verified"], 0.5)
-    tell("sampled / copying in memory", taken["copying in memory"] / taken["sampled"], 0.9)
-    tell("verified / plain Zarr", taken["plain Zarr"] / taken["verified"], 2.5)
-    tell("sampled / plain Zarr", taken["plain Zarr"] / taken["sampled"], 3.5)
-    tell("verified / a file a sample", taken["a file a sample"] / taken["verified"], 2)
-    tell("2 of 5 layers / 5 of 5, time", taken["verified, 2 layers"] / taken["verified"], 0.45, most=True)
+    for count in A_CALL:
+        into = Buffers().array((len(LAYERS), count * LENGTH, HIDDEN), np.uint16)
+        calls = [offsets[start : start + count] for start in range(0, len(offsets), count)]
+
+        def copy(into: NDArray[np.uint16] = into, calls: Sequence[Sequence[int]] = calls) -> None:
+            for call in calls:
+                for layer, own in zip(into, held, strict=True):
+                    for place, offset in enumerate(call):
+                        layer[place * LENGTH : (place + 1) * LENGTH] = own[offset : offset + LENGTH]
+
+        def read(cache: Cache, layers: Sequence[int], calls: Sequence[Sequence[int]] = calls) -> None:
+            for call in calls:
+                cache.samples([(offset, LENGTH) for offset in call], layers)
+
+        read(sampled, LAYERS)  # the first epoch, in which all is verified
+        ways = {
+            "copying in memory": copy,
+            "verified": lambda read=read: read(always, LAYERS),
+            "sampled": lambda read=read: read(sampled, LAYERS),
+        }
+        if count == 1:
+            ways |= {
+                "verified, 2 layers": lambda read=read: read(always, LAYERS[1:3]),
+                "plain Zarr": lambda: [array[offset : offset + LENGTH] for offset in offsets for array in plain],
+                "a file a sample": lambda: [load_file(files[offset]) and None for offset in offsets],
+            }
+        taken = rounds(ways)
+        for name, each in taken.items():
+            share = 2 / len(LAYERS) if name.endswith("2 layers") else 1
+            print(f"{name + f', {count} a call':<32} {share * size / each / 1e9:6.2f} GB/s")
+        tell(f"verified / copying in memory, {count} a call", taken["copying in memory"] / taken["verified"], 0.5)
+        tell(f"sampled / copying in memory, {count} a call", taken["copying in memory"] / taken["sampled"], 0.9)
+        if count == 1:
+            tell("verified / plain Zarr", taken["plain Zarr"] / taken["verified"], 2.5)
+            tell("sampled / plain Zarr", taken["plain Zarr"] / taken["sampled"], 3.5)
+            tell("verified / a file a sample", taken["a file a sample"] / taken["verified"], 2)
+            tell("2 of 5 layers / 5 of 5, time", taken["verified, 2 layers"] / taken["verified"], 0.45, most=True)
 
 
 def writing(store: LocalStore, manifest: Manifest, folder: Path) -> None:
@@ -134,7 +145,7 @@ def writing(store: LocalStore, manifest: Manifest, folder: Path) -> None:
     spec = next(spec for spec in array_specs(manifest.identity, SHARDS) if spec.name.startswith("hidden/"))
     rows = np.random.default_rng(2).integers(0, 1 << 16, (SHARD_TOKENS, HIDDEN), dtype=np.uint16)
 
-    def bare(_: int) -> None:
+    def bare() -> None:
         path = folder / "bare"
         with suppress(FileNotFoundError):
             path.unlink()
@@ -144,13 +155,13 @@ def writing(store: LocalStore, manifest: Manifest, folder: Path) -> None:
                 view = view[file.write(view) :]
             os.fsync(file.fileno())
 
-    def ours(_: int) -> None:
+    def ours() -> None:
         store.delete(spec.object_key(0))
         store.put(spec.object_key(0), encode_shard(rows, spec.chunk_rows))
 
-    taken = rounds({"write + fsync": bare, "writing a shard": ours}, range(4))
+    taken = rounds({"write + fsync": bare, "writing a shard": ours})
     for name, each in taken.items():
-        print(f"{name:<20} {4 * rows.nbytes / each / 1e9:6.2f} GB/s")
+        print(f"{name:<32} {rows.nbytes / each / 1e9:6.2f} GB/s")
     tell("writing a shard / write + fsync", taken["write + fsync"] / taken["writing a shard"], 0.8)
 
 
@@ -166,20 +177,20 @@ def decoding(count: int = LENGTH) -> None:
     """Print what decoding a sample costs beside copying it, by codec, on this machine's device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hidden_TLH = torch.randn(count, len(LAYERS), HIDDEN, generator=torch.Generator().manual_seed(0))
-    ways: dict[str, Callable[[int], object]] = {}
+    ways: dict[str, Callable[[], object]] = {}
     for name in ("bf16", "fp8", "int8", "int4"):
         codec = HiddenCodec(name, {layer: tuple(range(8)) for layer in LAYERS})  # type: ignore[arg-type]
         states = codec.pack(hidden_TLH, LAYERS).to(device)
-        ways[name] = lambda _, states=states: states.decode().sum().item()  # type: ignore[misc]
-    taken = rounds(ways, range(2))
+        ways[name] = lambda states=states: states.decode().sum().item()  # type: ignore[misc]
+    taken = rounds(ways)
     for name, each in taken.items():
-        print(f"decoding {name:<6} on {device.type:<6} {2 * count / each / 1e3:8.0f} thousand tokens/s")
+        print(f"decoding {name:<6} on {device.type:<6} {count / each / 1e3:8.0f} thousand tokens/s")
 
 
 def tell(name: str, ratio: float, wanted: float, most: bool = False) -> None:
     """One ratio, with what is asked of it."""
     bound = "at most" if most else "at least"
-    print(f"{name:<40} {ratio:6.3f}   {bound} {wanted}")
+    print(f"{name:<42} {ratio:6.3f}   {bound} {wanted}")
 
 
 def main() -> None:

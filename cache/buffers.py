@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,13 @@ class Buffers:
     def __init__(self) -> None:
         self._idle: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
-        # A lender may die inside any allocation, also one made under the lock: it only leaves its memory here.
+        self._lent: dict[int, tuple[weakref.ref[Any], NDArray[np.uint8]]] = {}
         self._returned: deque[NDArray[np.uint8]] = deque()
 
     def array(self, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
         """An array of whatever was there before, aligned to 64 bytes."""
         kind = np.dtype(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        size = prod(shape) * kind.itemsize
         if size < SMALL_BYTES:
             small = np.empty(size + ALIGNMENT, np.uint8)
             start = -small.ctypes.data % ALIGNMENT
@@ -42,8 +43,13 @@ class Buffers:
         whole = self._take(size)
         # A memoryview between the two, which numpy does not look through: it lives exactly as long as what was lent.
         lent = np.frombuffer(whole.data[:size], kind)
-        weakref.finalize(lent.base, self._returned.append, whole).atexit = False
+        lender = weakref.ref(lent.base, self._give_back)
+        self._lent[id(lender)] = lender, whole
         return lent.reshape(shape)
+
+    def _give_back(self, lender: "weakref.ref[Any]") -> None:
+        # May be called inside any allocation, also one made under the lock: it only leaves the memory here.
+        self._returned.append(self._lent.pop(id(lender))[1])
 
     def _take(self, size: int) -> NDArray[np.uint8]:
         with self._lock:

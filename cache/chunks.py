@@ -1,7 +1,9 @@
 """Where the chunks of an array lie, and which of them are to be verified when they are read."""
 
+from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +18,8 @@ from schemas.errors import CacheDamaged
 CHECKSUM = 4
 # Visits are counted up to here and go on from 1: 0 is a chunk that was never verified.
 MOST_VISITS = 65_535
-# Reader, shard and number.
-ChunkKey = tuple[int, int, int]
+# The numbers of chunks that are to be verified, by reader and shard (`Piece.key`).
+Due = dict[tuple[int, int], set[int]]
 
 
 class ChunkDamaged(CacheDamaged):
@@ -32,6 +34,7 @@ class ChunkDamaged(CacheDamaged):
 class ChunkReader:
     """Reads one array of a cache. `places` keeps each shard's index once it was read: [chunks, 2], offset and size.
 
+    `spaced` keeps, of a shard whose chunks lie as we write raw ones, where the first begins and at what distance they follow.
     A chunk is verified at its first reading and then at every `verify_every`-th (1: always), so that about that share of all
     chunks is verified at any time; which ones depends on what was read alone.
     """
@@ -41,9 +44,10 @@ class ChunkReader:
     verify_every: int = 1
     buffers: Buffers = field(default_factory=Buffers)
     places: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
-    visits: dict[int, NDArray[np.uint16]] = field(default_factory=dict)
+    spaced: dict[int, tuple[int, int]] = field(default_factory=dict)
+    visits: dict[int, "array[int]"] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk's rows."""
         return self.spec.chunk_rows * self.spec.row_bytes
@@ -62,14 +66,28 @@ class ChunkReader:
             raise self.damaged(shard, f"chunk {number} has {size} bytes", number)
         return offset, size
 
-    def due(self, shard: int, first: int, end: int) -> list[bool]:
-        """Which of the chunks first .. end - 1 are to be verified when they are read now; the others count as read."""
-        if self.verify_every == 1 or self.spec.shuffled_zstd:
-            return [True] * (end - first)
-        visits = self._visits(shard)[first:end]
-        due = (visits == 0) | ((visits + np.arange(first, end)) % self.verify_every == 0)
-        visits[~due] = visits[~due] % MOST_VISITS + 1
-        return due.tolist()  # type: ignore[no-any-return]
+    def keep_index(self, shard: int, places: NDArray[np.uint64]) -> None:
+        """Remember where the chunks of a shard lie."""
+        gaps = np.diff(places[:, 0].astype(np.int64))
+        distance = int(gaps[0]) if len(gaps) else 0
+        even = bool((gaps == distance).all()) and (distance > self.chunk_bytes or not len(gaps))
+        if even and not self.spec.shuffled_zstd and bool((places[:, 1] == self.chunk_bytes + CHECKSUM).all()):
+            self.spaced[shard] = int(places[0, 0]), distance
+        self.places[shard] = places
+
+    def due(self, shard: int, first: int, end: int) -> list[int]:
+        """Those of the chunks first .. end - 1 that are to be verified when they are read now; the others count as read."""
+        every = self.verify_every
+        if every == 1 or self.spec.shuffled_zstd:
+            return list(range(first, end))
+        visits, found = self._visits(shard), list[int]()
+        for number in range(first, end):
+            seen = visits[number]
+            if seen == 0 or (seen + number) % every == 0:
+                found.append(number)
+            else:
+                visits[number] = seen % MOST_VISITS + 1
+        return found
 
     def check(
         self, shard: int, number: int, data: memoryview | NDArray[np.uint8], checksum: bytes | memoryview
@@ -78,12 +96,13 @@ class ChunkReader:
         if crc32c(data) != int.from_bytes(checksum, "little"):
             raise self.damaged(shard, f"chunk {number} does not match its checksum", number)
         visits = self._visits(shard)
-        visits[number] = int(visits[number]) % MOST_VISITS + 1
+        visits[number] = visits[number] % MOST_VISITS + 1
 
-    def _visits(self, shard: int) -> NDArray[np.uint16]:
-        if shard not in self.visits:
-            self.visits[shard] = np.zeros(self.spec.shard_rows // self.spec.chunk_rows, np.uint16)
-        return self.visits[shard]
+    def _visits(self, shard: int) -> "array[int]":
+        # Looked up by threads side by side: none may put its own in another's place.
+        return self.visits.get(shard) or self.visits.setdefault(
+            shard, array("H", bytes(2 * (self.spec.shard_rows // self.spec.chunk_rows)))
+        )
 
     def damaged(self, shard: int, how: str, number: int | None = None) -> ChunkDamaged:
         """The error that says so, of a shard or of one of its chunks."""
@@ -93,25 +112,20 @@ class ChunkReader:
         return ChunkDamaged(f"{self.store.where()}: {self.spec.name}, shard {shard}", how, (first, first + rows))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows `first` .. `first + count - 1` of a shard, and where they go, as bytes."""
+class Piece(NamedTuple):
+    """Rows `first` .. `first + length - 1` of a shard, where they go, as bytes, and the chunks that hold them: from, up to."""
 
     reader: ChunkReader
     shard: int
     first: int
-    count: int
+    length: int
     out: memoryview
+    chunks: tuple[int, int]
 
     @property
-    def chunks(self) -> tuple[int, int]:
-        """The chunks that hold them: from, up to."""
-        rows = self.reader.spec.chunk_rows
-        return self.first // rows, (self.first + self.count - 1) // rows + 1
-
-    def key(self, number: int) -> ChunkKey:
-        """What tells a chunk from all others of one call."""
-        return id(self.reader), self.shard, number
+    def key(self) -> tuple[int, int]:
+        """What tells the shard from all others of one call."""
+        return id(self.reader), self.shard
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:

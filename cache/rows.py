@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.checksum import crc32c
-from cache.chunks import CHECKSUM, ChunkReader, Piece, bytes_of
+from cache.chunks import CHECKSUM, ChunkReader, Due, Piece, bytes_of
 from cache.lent import copy_lent
 from cache.runs import read_runs
 
@@ -34,28 +34,27 @@ def read_rows(
     if not found:
         return list(outs)
     _read_indexes(found)
-    due = {
-        piece.key(number)
-        for piece in found
-        for number, is_due in zip(range(*piece.chunks), piece.reader.due(piece.shard, *piece.chunks), strict=True)
-        if is_due
-    }
+    due: Due = {}
+    for piece in found:
+        if numbers := piece.reader.due(piece.shard, *piece.chunks):
+            due.setdefault(piece.key, set()).update(numbers)
     # What is lent verifies its chunks first, each for all that share it.
-    elsewhere = [piece for piece in found if not copy_lent(piece, due)]
-    if elsewhere:
+    if elsewhere := copy_lent(found, due):
         read_runs(elsewhere, due)
     return list(outs)
 
 
 def _pieces(reader: ChunkReader, spans: Sequence[tuple[int, int]], out: memoryview) -> Iterator[Piece]:
     """The rows of all spans, cut where shards end."""
-    place, shard_rows, row_bytes = 0, reader.spec.shard_rows, reader.spec.row_bytes
+    spec, place = reader.spec, 0
+    shard_rows, chunk_rows, row_bytes = spec.shard_rows, spec.chunk_rows, spec.row_bytes
     for offset, length in spans:
         end = offset + length
         while offset < end:
             shard, first = divmod(offset, shard_rows)
             count = min(end - offset, shard_rows - first)
-            yield Piece(reader, shard, first, count, out[place : place + count * row_bytes])
+            chunks = first // chunk_rows, (first + count - 1) // chunk_rows + 1
+            yield Piece(reader, shard, first, count, out[place : place + count * row_bytes], chunks)
             offset, place = offset + count, place + count * row_bytes
 
 
@@ -76,4 +75,4 @@ def _read_indexes(found: Sequence[Piece]) -> None:
             raise reader.damaged(shard, "the index is cut short")
         if crc32c(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:], "little"):
             raise reader.damaged(shard, "the index does not match its checksum")
-        reader.places[shard] = np.frombuffer(data[:-CHECKSUM], dtype="<u8").reshape(-1, 2)
+        reader.keep_index(shard, np.frombuffer(data[:-CHECKSUM], dtype="<u8").reshape(-1, 2))

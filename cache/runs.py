@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache.chunks import CHECKSUM, ChunkKey, ChunkReader, Piece, bytes_of
+from cache.chunks import CHECKSUM, ChunkReader, Due, Piece, bytes_of
 from cache.shard import expand
 from cache.spans import Run
 
@@ -44,7 +44,7 @@ class _Job:
     direct: bool = False
 
 
-def read_runs(found: Sequence[Piece], due: set[ChunkKey]) -> None:
+def read_runs(found: Sequence[Piece], due: Due) -> None:
     """Read pieces of arrays of one store, verifying those of their chunks that are due. Raises ChunkDamaged."""
     readers = [piece.reader for piece in found]
     largest = max(reader.chunk_bytes * (2 if reader.spec.shuffled_zstd else 1) for reader in readers) + 64
@@ -62,12 +62,12 @@ def read_runs(found: Sequence[Piece], due: set[ChunkKey]) -> None:
             _hand_out(job, job.wanted, checksum)
 
 
-def _jobs(found: Sequence[Piece], due: set[ChunkKey], scratch: memoryview, checksum: memoryview) -> list[_Job]:
+def _jobs(found: Sequence[Piece], due: Due, scratch: memoryview, checksum: memoryview) -> list[_Job]:
     """What to read, in order: each chunk that is due by itself and once, rows of others in runs as long as they follow each other."""
     jobs: list[_Job] = []
-    wanted: dict[ChunkKey, _Wanted] = {}
+    wanted: dict[tuple[tuple[int, int], int], _Wanted] = {}
     for piece in found:
-        reader, shard = piece.reader, piece.shard
+        reader, shard, checked = piece.reader, piece.shard, due.get(piece.key, ())
         row_bytes, rows = reader.spec.row_bytes, reader.spec.chunk_rows
         place = 0
         run: _Job | None = None
@@ -75,8 +75,8 @@ def _jobs(found: Sequence[Piece], due: set[ChunkKey], scratch: memoryview, check
             inside = max(piece.first - number * rows, 0)
             size = min((rows - inside) * row_bytes, len(piece.out) - place)
             use = piece.out[place : place + size]
-            if (key := piece.key(number)) in due:
-                run = None
+            if number in checked:
+                run, key = None, (piece.key, number)
                 if key in wanted:
                     wanted[key].uses.append((use, inside))
                 else:

@@ -1,7 +1,7 @@
 """Files that appear whole or not at all: temporary name, fsync, rename, fsync of the folder."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +9,12 @@ from cache.checksum import crc32c
 from cache.workspace import TEMPORARY
 from schemas.errors import DflashError
 from schemas.records import ObjectRecord
+
+# A file's pages are written in blocks that begin at multiples of this: Linux then keeps them as huge pages where it can, and
+# copying from such pages, mapped, is a tenth faster than from small ones.
+BLOCK_BYTES = 2 << 20
+# As many pieces of memory one call takes on Linux.
+BLOCK_PIECES = 1024
 
 
 def fsync_folder(folder: Path) -> None:
@@ -34,12 +40,11 @@ def write_whole(
         for folder in (path.parent, temporary.parent):
             folder.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb", buffering=0) as file:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                checksum = crc32c(view, checksum)
-                size += len(view)
-                while len(view):
-                    view = view[file.write(view) or 0 :]
+            for block in _blocks(parts):
+                for piece in block:
+                    checksum = crc32c(piece, checksum)
+                size += sum(map(len, block))
+                _write(file.fileno(), block)
             os.fsync(file.fileno())
         _appear(temporary, path, new)
         fsync_folder(path.parent)
@@ -55,6 +60,32 @@ def write_whole(
         temporary.unlink(missing_ok=True)
         raise
     return ObjectRecord(bytes=size, crc32c=f"{checksum:08x}")
+
+
+def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
+    # The parts in order, cut where blocks of the file end.
+    block: list[memoryview] = []
+    done = 0
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while len(view):
+            piece = view[: BLOCK_BYTES - done % BLOCK_BYTES]
+            view, done = view[len(piece) :], done + len(piece)
+            block.append(piece)
+            if done % BLOCK_BYTES == 0 or len(block) == BLOCK_PIECES:
+                yield block
+                block = []
+    if block:
+        yield block
+
+
+def _write(file: int, pieces: list[memoryview]) -> None:
+    while pieces:
+        written = os.writev(file, pieces)
+        while pieces and written >= len(pieces[0]):
+            written -= len(pieces.pop(0))
+        if written:
+            pieces[0] = pieces[0][written:]
 
 
 def _appear(temporary: Path, path: Path, new: bool) -> None:

@@ -4,6 +4,7 @@ T rows of tokens, H hidden size, K top-k.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from schemas.manifest import Codec, Identity
 
@@ -37,7 +38,7 @@ class ArraySpec:
     shuffled_zstd: bool = False
     attributes: dict[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one token's row, uncompressed."""
         width = self.shape[1] if len(self.shape) > 1 else 1

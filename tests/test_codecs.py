@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from cache.calibrate import calibration_samples, widest_channels
 from cache.chunks import ChunkReader
 from cache.codecs import HiddenCodec, check_codec
 from cache.layout import write_arrays
+from cache.mapped import MappedFiles
 from cache.quantise import pack_nibbles, unpack_nibbles
 from cache.read import open_cache
 from cache.rows import read_rows
@@ -170,6 +172,13 @@ def test_bytes_per_token_with_scales_and_outliers(codec, ratio, hidden):
     assert size(codec) / size("bf16") <= ratio
 
 
+class Unmapped(MappedFiles):
+    """Nothing lies in memory: all is read."""
+
+    def lend(self, path, offset, size):
+        return None
+
+
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("codec", CODECS)
@@ -194,9 +203,11 @@ def test_any_chunk_and_shard_size_reads_as_zarr_reads_it(codec, data, tmp_path_f
             for shard in range(shards):
                 part = np.ascontiguousarray(whole[shard * rows : (shard + 1) * rows])
                 store.put(spec.object_key(shard), encode_shard(part, spec.chunk_rows, spec.shuffled_zstd))
-            reader = ChunkReader(store, spec, verify_every=3)
+            readers = [
+                ChunkReader(replace(store, mapped=way), spec, verify_every=3) for way in (MappedFiles(), Unmapped())
+            ]
             np.testing.assert_array_equal(group[spec.name][:], whole)
-            for _ in range(5):  # first verified, then sampled
+            for reader in readers * 5:  # first verified, then sampled
                 offset = int(draw.integers(0, rows * shards))
                 length = int(draw.integers(1, rows * shards - offset + 1))
                 np.testing.assert_array_equal(

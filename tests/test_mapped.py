@@ -7,7 +7,7 @@ import pytest
 import zarr
 from cache_fixtures import make_cache
 
-from cache import lent, mapped, runs
+from cache import mapped, runs
 from cache.chunks import ChunkReader
 from cache.mapped import MappedFiles
 from cache.read import open_cache
@@ -16,11 +16,6 @@ from cache.store import LocalStore
 from schemas.errors import CacheDamaged
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is in memory")
-
-
-@pytest.fixture(autouse=True)
-def lent_however_little(monkeypatch):
-    monkeypatch.setattr(mapped, "LEAST_BYTES", 1)
 
 
 def nothing_is_read(monkeypatch):
@@ -44,7 +39,7 @@ def test_lent_rows_are_those_that_zarr_reads(codec, tmp_path, monkeypatch):
 def test_what_is_not_in_memory_is_read(tmp_path, monkeypatch):
     make_cache(tmp_path / "hs", "bf16")
     expected = open_cache(str(tmp_path / "hs")).rows("hidden/2", 10, 100)
-    monkeypatch.setattr(mapped, "_present", lambda *_: False)
+    monkeypatch.setattr(MappedFiles, "_present", lambda *_: False)
     read = []
     monkeypatch.setattr("cache.rows.read_runs", lambda *each: read.append(1) or runs.read_runs(*each))
     np.testing.assert_array_equal(open_cache(str(tmp_path / "hs")).rows("hidden/2", 10, 100), expected)
@@ -69,11 +64,9 @@ def test_lent_chunks_are_verified_first_and_then_now_and_then_as_read_ones_are(t
                 found.append(False)
         return found
 
-    copied = []
-    monkeypatch.setattr("cache.rows.copy_lent", lambda *each: copied.append(1) or lent.copy_lent(*each))
     by_memory = outcomes(ChunkReader(LocalStore(tmp_path / "hs"), spec, verify_every=4))
-    assert copied and by_memory[:2] == [False, True] and not all(by_memory[2:])
-    monkeypatch.setattr("cache.rows.copy_lent", lambda *_: False)
+    assert by_memory[:2] == [False, True] and not all(by_memory[2:])
+    monkeypatch.setattr("cache.rows.copy_lent", lambda pieces, _: pieces)
     assert outcomes(ChunkReader(LocalStore(tmp_path / "hs"), spec, verify_every=4)) == by_memory
 
 
@@ -95,6 +88,7 @@ def test_a_file_that_was_replaced_is_mapped_anew_and_what_was_lent_stays(tmp_pat
     path, files = tmp_path / "object", MappedFiles(mapped_bytes=10)
     path.write_bytes(b"old bytes")
     old = files.lend(str(path), 4, 5)
+    assert files.lend(str(path), 0, 9).tobytes() == b"old bytes"
     (tmp_path / "new").write_bytes(b"new bytes")
     (tmp_path / "new").rename(path)
     (tmp_path / "other").write_bytes(b"something else")
@@ -102,3 +96,14 @@ def test_a_file_that_was_replaced_is_mapped_anew_and_what_was_lent_stays(tmp_pat
     assert files.lend(str(tmp_path / "other"), 0, 9).tobytes() == b"something"
     assert old.tobytes() == b"bytes"
     assert files.lend(str(path), 5, 5) is None, "more than there is"
+
+
+def test_no_more_files_stay_mapped_than_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped, "MAPPED_FILES", 3)
+    files, live = MappedFiles(), []
+    for number in range(6):
+        path = tmp_path / str(number)
+        path.write_bytes(bytes([number]) * 10)
+        live.append(files.lend(str(path), 0, 10))
+    assert [bytes(each) for each in live] == [bytes([number]) * 10 for number in range(6)]
+    assert len(files._held) == 3 and files._held_bytes == 30

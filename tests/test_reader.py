@@ -14,6 +14,7 @@ from cache_fixtures import make_cache
 
 from cache.buffers import Buffers
 from cache.chunks import ChunkReader
+from cache.mapped import MappedFiles
 from cache.read import open_cache
 from cache.rows import read_rows
 from cache.spans import Run
@@ -30,6 +31,14 @@ def cached(tmp_path_factory):
     path = tmp_path_factory.mktemp("reader") / "hs.zarr"
     make_cache(path, "int8")
     return path
+
+
+@pytest.fixture(params=["lent", "read"], autouse=True)
+def way(request, monkeypatch):
+    """Rows come from mapped memory where they lie in it, or all by reading."""
+    if request.param == "read":
+        monkeypatch.setattr(MappedFiles, "lend", lambda *_: None)
+    return request.param
 
 
 @pytest.mark.parametrize("codec", CODECS)
