@@ -1,6 +1,6 @@
 """Where the chunks of an array lie, and which of them are to be verified when they are read."""
 
-from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from schemas.arrays import ArraySpec
 from schemas.errors import CacheDamaged
 
 CHECKSUM = 4
-# Visits are counted up to here and go on from 1: 0 is a chunk that was never verified.
-MOST_VISITS = 65_535
+# Multiples of it fall evenly between whole numbers, whatever the order of reading repeats after.
+GOLDEN = 0.6180339887498949
 # The numbers of chunks that are to be verified, by reader and shard (`Piece.key`).
 Due = dict[tuple[int, int], set[int]]
 
@@ -35,8 +35,8 @@ class ChunkReader:
     """Reads one array of a cache. `places` keeps each shard's index once it was read: [chunks, 2], offset and size.
 
     `spaced` keeps, of a shard whose chunks lie as we write raw ones, where the first begins and at what distance they follow.
-    A chunk is verified at its first reading and then at every `verify_every`-th (1: always), so that about that share of all
-    chunks is verified at any time; which ones depends on what was read alone.
+    A chunk is verified at its first reading (`verified` then has a 1 for it), later when it is its turn: at each of the
+    `readings` of a shard it is that of one in `verify_every` chunks (1: of all). Whose depends on what was read alone.
     """
 
     store: Store
@@ -45,7 +45,8 @@ class ChunkReader:
     buffers: Buffers = field(default_factory=Buffers)
     places: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
     spaced: dict[int, tuple[int, int]] = field(default_factory=dict)
-    visits: dict[int, "array[int]"] = field(default_factory=dict)
+    readings: dict[int, int] = field(default_factory=dict)
+    verified: dict[int, bytearray] = field(default_factory=dict)
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -75,34 +76,30 @@ class ChunkReader:
             self.spaced[shard] = int(places[0, 0]), distance
         self.places[shard] = places
 
-    def due(self, shard: int, first: int, end: int) -> list[int]:
-        """Those of the chunks first .. end - 1 that are to be verified when they are read now; the others count as read."""
+    def due(self, shard: int, first: int, end: int) -> Sequence[int]:
+        """Those of the chunks first .. end - 1 that are to be verified when they are read now; counts as a reading of the shard."""
         every = self.verify_every
         if every == 1 or self.spec.shuffled_zstd:
-            return list(range(first, end))
-        visits, found = self._visits(shard), list[int]()
-        for number in range(first, end):
-            seen = visits[number]
-            if seen == 0 or (seen + number) % every == 0:
-                found.append(number)
-            else:
-                visits[number] = seen % MOST_VISITS + 1
-        return found
+            return range(first, end)
+        verified = self._verified(shard)
+        self.readings[shard] = readings = self.readings.get(shard, 0) + 1
+        turn = range(first + (int(readings * GOLDEN % 1.0 * every) - first) % every, end, every)
+        if verified.find(0, first, end) < 0:
+            return turn
+        return [number for number in range(first, end) if not verified[number] or number in turn]
 
     def check(
         self, shard: int, number: int, data: memoryview | NDArray[np.uint8], checksum: bytes | memoryview
     ) -> None:
-        """Verify a chunk that was due against its checksum, and count this reading of it. Raises ChunkDamaged."""
+        """Verify a chunk against its checksum. Raises ChunkDamaged."""
         if crc32c(data) != int.from_bytes(checksum, "little"):
             raise self.damaged(shard, f"chunk {number} does not match its checksum", number)
-        visits = self._visits(shard)
-        visits[number] = visits[number] % MOST_VISITS + 1
+        self._verified(shard)[number] = 1
 
-    def _visits(self, shard: int) -> "array[int]":
+    def _verified(self, shard: int) -> bytearray:
         # Looked up by threads side by side: none may put its own in another's place.
-        return self.visits.get(shard) or self.visits.setdefault(
-            shard, array("H", bytes(2 * (self.spec.shard_rows // self.spec.chunk_rows)))
-        )
+        held = self.verified.get(shard)
+        return held or self.verified.setdefault(shard, bytearray(self.spec.shard_rows // self.spec.chunk_rows))
 
     def damaged(self, shard: int, how: str, number: int | None = None) -> ChunkDamaged:
         """The error that says so, of a shard or of one of its chunks."""
