@@ -1,6 +1,7 @@
 """Four drafts from one capture, of capturing and training four times: blocks of 8 and 16, dflash and dflash2, by the commands users type.
 
-    python benchmarks/four_drafts.py --target work/smollm2/model --data work/smollm2/answers.jsonl --layers 1,10,19,28 --rows 264
+    python benchmarks/four_drafts.py --target work/smollm2/model --data work/smollm2/answers.jsonl --layers 1,10,19,28 --rows 528 \
+        --config demo/smollm2.yaml --set data.batch_tokens=8192
 
 Each draft trains for `--epochs` passes. The share depends on that: with C seconds of capturing and T of training a draft it is
 (C + 4 T) / (4 C + 4 T), a half where a draft trains half as long as the capture ran.
@@ -31,7 +32,9 @@ def main() -> None:
     parser.add_argument("--config", default="demo/tiny.yaml")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], help="a training option, such as data.batch_tokens=8192")
     options = parser.parse_args()
+    more = [word for each in options.set for word in ("--set", each)]
     with tempfile.TemporaryDirectory() as folder:
         cache = f"{folder}/hs.zarr"
         captured = seconds(
@@ -45,7 +48,7 @@ def main() -> None:
                 trained.append(
                     seconds(
                         *("train", "--cache", cache, "--draft", kind, "--config", options.config),
-                        *("--set", f"draft.block_size={block}", "--epochs", str(options.epochs)),
+                        *("--set", f"draft.block_size={block}", "--epochs", str(options.epochs), *more),
                         *("--out", f"{folder}/{kind}-{block}"),
                     )
                 )
