@@ -15,8 +15,8 @@ import pytest
 from s3_server import S3Server, serve_s3
 
 if TYPE_CHECKING:
-    from crew_fixtures import Driver as CrewDriver
-    from ranks_fixtures import Driver
+    from crew_fixtures import CrewDriver
+    from ranks_fixtures import RankDriver
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,11 +60,11 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 
 @pytest.fixture(scope="session")
-def driver() -> "Iterator[Driver]":
+def rank_driver() -> "Iterator[RankDriver]":
     """The process that forks the ranks of trainings."""
-    from ranks_fixtures import Driver
+    from ranks_fixtures import RankDriver
 
-    driver = Driver()
+    driver = RankDriver()
     yield driver
     driver.close()
 
@@ -72,9 +72,9 @@ def driver() -> "Iterator[Driver]":
 @pytest.fixture(scope="session")
 def crew_driver() -> "Iterator[CrewDriver]":
     """The process that forks the processes of captures."""
-    from crew_fixtures import Driver
+    from crew_fixtures import CrewDriver
 
-    driver = Driver()
+    driver = CrewDriver()
     yield driver
     driver.close()
 
@@ -89,7 +89,7 @@ def uneven_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def alone(uneven_cache: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def by_one_rank(uneven_cache: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of each kind of draft a run by one rank, four micro-batches a step."""
     from ranks_fixtures import KINDS, chosen_for
 

@@ -1,13 +1,10 @@
 """What the tests of several ranks share: the process that forks them, an uneven cache, a run by one rank to compare with."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driver_fixtures import Driver
 from train_fixtures import options, stable_lines
 
 from train.checkpoint import list_checkpoints, load_checkpoint
@@ -18,28 +15,16 @@ KINDS = ["dflash", "dflash2"]
 BARREN = (2, 4, 5)
 
 
-class Driver:
+class RankDriver(Driver):
     """tests/ranks_driver.py at work."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "ranks_driver.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        super().__init__("ranks_driver.py")
 
     def run(self, world: int, chosen: Any, cache: str, out: Path, **more: Any) -> tuple[list[int], list[str]]:
         task = {"world": world, "options": chosen.model_dump(mode="json"), "cache": cache, "out": str(out)}
-        task |= {"resume": False, "signals": [], "gradients": None} | more
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(task) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
+        answer = self.ask(task | {"resume": False, "signals": [], "gradients": None} | more)
         return answer["codes"], answer["said"]
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
 
 def chosen_for(kind: str, accumulate: int = 1, **run: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_fixtures import Driver, alike, chosen_for
+from ranks_fixtures import RankDriver, alike, chosen_for
 from safetensors.torch import load_file
 from test_resume import copy_until
 from torch import Tensor
@@ -172,9 +172,9 @@ def test_a_signal_that_comes_while_it_compiles_is_not_blamed_on_the_compiler(cac
 @compiler
 @pytest.mark.parametrize("shard", [False, True])
 def test_ranks_train_a_compiled_draft_as_one_does(
-    driver: Driver, uneven_cache: str, alone: dict[str, Path], tmp_path: Path, shard: bool
+    rank_driver: RankDriver, uneven_cache: str, by_one_rank: dict[str, Path], tmp_path: Path, shard: bool
 ) -> None:
     chosen = chosen_for("dflash2", 2, shard=shard, compile=True)
-    codes, said = driver.run(2, chosen, uneven_cache, tmp_path / "r")
+    codes, said = rank_driver.run(2, chosen, uneven_cache, tmp_path / "r")
     assert codes == [0, 0], said
-    alike(tmp_path / "r", alone["dflash2"])
+    alike(tmp_path / "r", by_one_rank["dflash2"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from capture_fixtures import ROOT, contents, random_target, shipped_rows, write_jsonl
-from crew_fixtures import ROWS, Driver, options_for
+from crew_fixtures import ROWS, options_for
 
 from cache.read import open_cache
 from cache.store import LocalStore
@@ -17,11 +17,6 @@ from capture import crew as crew_module
 from capture.crew import gather
 from schemas.errors import Bystander, Interrupted, OptionError
 from schemas.ranks import ALONE, Ranks, ranks_of
-
-
-@pytest.fixture(scope="module")
-def driver(crew_driver: Driver) -> Driver:
-    return crew_driver
 
 
 @pytest.fixture(scope="module")
@@ -40,62 +35,62 @@ def data(folder) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(driver, folder, target, data) -> tuple[dict[str, bytes], float]:
+def alone(crew_driver, folder, target, data) -> tuple[dict[str, bytes], float]:
     """The cache of one process, uninterrupted, and the seconds it took."""
-    codes, seconds = driver.run(1, options_for(target, data, folder / "alone"))
+    codes, seconds = crew_driver.run(1, options_for(target, data, folder / "alone"))
     assert codes == [0]
     return contents(folder / "alone"), seconds
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_any_number_of_processes_gives_the_same_bytes(driver, folder, target, data, alone, world):
+def test_any_number_of_processes_gives_the_same_bytes(crew_driver, folder, target, data, alone, world):
     out = folder / f"world-{world}"
-    assert driver.run(world, options_for(target, data, out))[0] == [0] * world
+    assert crew_driver.run(world, options_for(target, data, out))[0] == [0] * world
     assert contents(out) == alone[0]
     assert not list(out.glob(".tmp-*")), "no workspace is left"
-    assert driver.run(world, options_for(target, data, out))[0] == [0] * world, "again is no work"
+    assert crew_driver.run(world, options_for(target, data, out))[0] == [0] * world, "again is no work"
     assert contents(out) == alone[0]
 
 
-def kill_and_go_on(driver, out, target, data, alone, kills: int, seed: int) -> int:
+def kill_and_go_on(crew_driver, out, target, data, alone, kills: int, seed: int) -> int:
     """Kill at random moments until `kills` have hit; every cache that gets finished is the uninterrupted one. Returns the hits."""
     draw, hits, number = random.Random(seed), 0, 0
     while hits < kills:
         world = draw.choice([1, 2])
         options = options_for(target, data, out / str(number))
         victims = tuple(draw.sample(range(world), draw.randint(1, world)))
-        codes, _ = driver.run(world, options, victims, draw.uniform(0, 1.5 * alone[1]))
+        codes, _ = crew_driver.run(world, options, victims, draw.uniform(0, 1.5 * alone[1]))
         if any(code < 0 for code in codes):
             hits += 1
             assert -9 in codes
         else:
             assert codes == [0] * world
         if (options_out := Path(options.out)).exists() and not (options_out / "plan.parquet").exists():
-            codes, _ = driver.run(1, options)
+            codes, _ = crew_driver.run(1, options)
             assert codes == [0]
             assert contents(options_out) == alone[0], seed
             number += 1
-    assert driver.run(1, options)[0] == [0]
+    assert crew_driver.run(1, options)[0] == [0]
     assert contents(Path(options.out)) == alone[0]
     return hits
 
 
-def test_killed_at_a_few_random_moments(driver, folder, target, data, alone):
-    assert kill_and_go_on(driver, folder / "few", target, data, alone, kills=6, seed=1) == 6
+def test_killed_at_a_few_random_moments(crew_driver, folder, target, data, alone):
+    assert kill_and_go_on(crew_driver, folder / "few", target, data, alone, kills=6, seed=1) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_at_many_random_moments(driver, folder, target, data, alone, seed):
-    assert kill_and_go_on(driver, folder / f"many-{seed}", target, data, alone, kills=30, seed=100 + seed) == 30
+def test_killed_at_many_random_moments(crew_driver, folder, target, data, alone, seed):
+    assert kill_and_go_on(crew_driver, folder / f"many-{seed}", target, data, alone, kills=30, seed=100 + seed) == 30
 
 
-def test_any_number_of_processes_appends_the_same_bytes(driver, folder, target, data):
+def test_any_number_of_processes_appends_the_same_bytes(crew_driver, folder, target, data):
     more = write_jsonl(folder / "more.jsonl", shipped_rows(2 * ROWS)[ROWS - 1 :])
     for world in (1, 2):
         out = folder / f"grown-by-{world}"
-        assert driver.run(world, options_for(target, data, out))[0] == [0] * world
-        assert driver.run(world, options_for(target, more, out, append=True))[0] == [0] * world
+        assert crew_driver.run(world, options_for(target, data, out))[0] == [0] * world
+        assert crew_driver.run(world, options_for(target, more, out, append=True))[0] == [0] * world
     assert contents(folder / "grown-by-1") == contents(folder / "grown-by-2")
     totals = open_cache(str(folder / "grown-by-2")).manifest.totals
     assert totals.samples == 2 * ROWS, "the row that both files hold is there once"
@@ -147,10 +142,10 @@ LONGER = {"batch_tokens": 64, "shard_tokens": 1024}
 
 
 @pytest.fixture(scope="module")
-def longer(driver, folder, target) -> tuple[str, dict[str, bytes]]:
+def longer(crew_driver, folder, target) -> tuple[str, dict[str, bytes]]:
     """Data that takes some seconds in small batches, and its cache by one process."""
     data = write_jsonl(folder / "longer.jsonl", shipped_rows(200))
-    assert driver.run(1, options_for(target, data, folder / "longer", **LONGER))[0] == [0]
+    assert crew_driver.run(1, options_for(target, data, folder / "longer", **LONGER))[0] == [0]
     return data, contents(folder / "longer")
 
 

@@ -5,17 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from capture_fixtures import contents, random_target, shipped_rows, write_jsonl
-from crew_fixtures import ROWS, Driver, options_for
+from crew_fixtures import ROWS, options_for
 
 from cache.read import open_cache
 from schemas.errors import OptionError, TargetError
 from target.load import resolve_target
 from target.parallel import check_parallel
-
-
-@pytest.fixture(scope="module")
-def driver(crew_driver: Driver) -> Driver:
-    return crew_driver
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +29,9 @@ def data(folder) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(driver, folder, target, data) -> None:
+def alone(crew_driver, folder, target, data) -> None:
     """The cache of one process."""
-    codes, _ = driver.run(1, options_for(target, data, folder / "alone"))
+    codes, _ = crew_driver.run(1, options_for(target, data, folder / "alone"))
     assert codes == [0]
 
 
@@ -50,10 +45,10 @@ def assert_same_to_rounding(whole, parts) -> None:
     torch.testing.assert_close(part_rest, rest, atol=1e-4, rtol=0)
 
 
-def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, alone):
+def test_a_sharded_target_gives_the_same_states(crew_driver, folder, target, data, alone):
     """tp=2, once as one copy of the target over two processes, once as two copies over four: equal to each other in bytes, to one process to rounding."""
     for world, out in ((2, folder / "tp"), (4, folder / "tp-twice")):
-        assert driver.run(world, options_for(target, data, out, tp=2))[0] == [0] * world
+        assert crew_driver.run(world, options_for(target, data, out, tp=2))[0] == [0] * world
     assert contents(folder / "tp") == contents(folder / "tp-twice")
     whole, parts = open_cache(str(folder / "alone")), open_cache(str(folder / "tp"))
     assert parts.manifest.identity.tp == 2
@@ -62,31 +57,31 @@ def test_a_sharded_target_gives_the_same_states(driver, folder, target, data, al
     assert contents(folder / "tp")[key] == contents(folder / "alone")[key]
 
 
-def test_a_sharded_target_takes_long_samples_in_pieces(driver, folder, target, data, alone):
+def test_a_sharded_target_takes_long_samples_in_pieces(crew_driver, folder, target, data, alone):
     out = folder / "tp-pieces"
-    assert driver.run(2, options_for(target, data, out, tp=2, prefill_chunk=16))[0] == [0, 0]
+    assert crew_driver.run(2, options_for(target, data, out, tp=2, prefill_chunk=16))[0] == [0, 0]
     assert_same_to_rounding(open_cache(str(folder / "alone")), open_cache(str(out)))
 
 
-def test_a_sharded_target_calibrates_together_and_all_processes_use_what_it_found(driver, folder, target, data):
+def test_a_sharded_target_calibrates_together_and_all_processes_use_what_it_found(crew_driver, folder, target, data):
     for world, out in ((2, folder / "tp-int8"), (4, folder / "tp-int8-twice")):
-        assert driver.run(world, options_for(target, data, out, tp=2, codec="int8"))[0] == [0] * world
+        assert crew_driver.run(world, options_for(target, data, out, tp=2, codec="int8"))[0] == [0] * world
     assert contents(folder / "tp-int8") == contents(folder / "tp-int8-twice")
     channels = open_cache(str(folder / "tp-int8")).codec.channels
     assert set(channels) == {0, 2} and all(len(own) == 8 for own in channels.values())
 
 
 @pytest.mark.parametrize("layers", [{"tie_word_embeddings": False}, {"num_key_value_heads": 1}])
-def test_untied_heads_and_single_key_heads(driver, folder, data, layers):
+def test_untied_heads_and_single_key_heads(crew_driver, folder, data, layers):
     target = random_target(folder / f"kind-{next(iter(layers))}", **{"num_key_value_heads": 2, **layers})
     out = folder / f"cache-{next(iter(layers))}"
-    codes, _ = driver.run(2, options_for(target, data, out, tp=2))
+    codes, _ = crew_driver.run(2, options_for(target, data, out, tp=2))
     if layers.get("num_key_value_heads") == 1:
         assert sorted(codes) == [1, 2], "one process refuses, the other stands by"
         assert not out.exists()
         return
     assert codes == [0, 0]
-    assert driver.run(1, options_for(target, data, folder / "untied-alone"))[0] == [0]
+    assert crew_driver.run(1, options_for(target, data, folder / "untied-alone"))[0] == [0]
     key = "target/head.safetensors"
     assert contents(out)[key] == contents(folder / "untied-alone")[key]
 
