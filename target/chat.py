@@ -18,6 +18,7 @@ from transformers.utils import chat_template_utils
 from schemas.errors import DataError, TargetError
 from target.frame import Frame, frame_of, written
 from target.load import TargetRef, eos_ids, load_tokenizer
+from target.sandbox import quick
 
 Message = Mapping[str, Any]
 # Private-use characters: no template trims, splits or interprets them.
@@ -92,7 +93,7 @@ def _compiled(tokenizer: Any, template: str) -> Any:
         return None
     compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
     try:
-        return None if compile_template is None else compile_template(template)
+        return None if compile_template is None else quick(compile_template(template), template)
     except Exception:  # a template with a fault of syntax: reported where it is rendered
         return None
 
