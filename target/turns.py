@@ -113,10 +113,9 @@ def _own_text(chat: Chat, prompt: str, messages: Sequence[Message], tail: str, t
     content = message.get("content") or ""
     core, trailing = content.strip(), content[len(content.rstrip()) :]
     reasoning = (message.get("reasoning_content") or "").strip()
-    before = ""
-    # An answer such as "<" may look like the beginning of what the template inserts: then no end token follows it.
-    plain = tail.startswith(core) and tail[len(core) :].lstrip().startswith(chat.eos_texts)
-    if reasoning or not core or core[0] != content[0] or not plain:
+    certain = None if reasoning or not core or core[0] != content[0] else _certain_start(chat, tail, core)
+    before = "" if certain is None else tail[:certain]
+    if certain is None:
         marked = render(chat, [*messages[:-1], {**message, "content": MARK}], False, tools)[len(prompt) :]
         before, mark, _ = marked.partition(MARK)
         if not mark and not core and message.get("tool_calls"):
@@ -142,6 +141,16 @@ def _own_text(chat: Chat, prompt: str, messages: Sequence[Message], tail: str, t
             "generation prompt, so the target is not given it; add add_generation_prompt to the template"
         )
     return empty.end() if empty else 0, content_end
+
+
+def _certain_start(chat: Chat, tail: str, core: str) -> int | None:
+    # Where an answer stands in the tail, if that shows without another content in its place (a render more): at its beginning or
+    # behind an empty think block, and nothing but blanks before the end token. An answer such as "<" may look like the beginning
+    # of what the template inserts: then no end token follows it. One that holds think marks itself may be that block.
+    block = EMPTY_THINK.match(tail) if "think>" not in core else None
+    starts = (0, block.end()) if block else (0,)
+    found = (start for start in starts if tail.startswith(core, start))
+    return next((start for start in found if tail[start + len(core) :].lstrip().startswith(chat.eos_texts)), None)
 
 
 def check_answer(chat: Chat, answer_ids: Sequence[int], ended: bool) -> None:

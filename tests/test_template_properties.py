@@ -1,5 +1,7 @@
 """What holds of every template: what stands before a supervised span, by property; the date, the cost, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from capture_fixtures import talk
 from conversation_fixtures import CHAT, NOTHING, THINKING, E, chat_of, samples
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from template_fixtures import FAMILIES, GEMMA3, LLAMA31, Family
 
 from capture.lines import BadRow
+from schemas.errors import DataError
+from target import turns as module
 from target.chat import encode_texts, prompt_ids, render
 from target.turns import split_turns
 
@@ -38,6 +42,49 @@ def test_before_every_span_stands_the_generation_prompt(name, texts):
         assert texts_given == [render(chat, history, True) + blocks[name] for history in histories]
         wanted = [encode_texts(chat.tokenizer, [text])[0] for text in texts_given]
     assert spans == wanted
+
+
+nasty = st.lists(
+    st.sampled_from(
+        ["<think>", "</think>", "\n", " ", "<", ">", "think>", "Yes", E, "\n\n", "</", "é", "<think>\n\n</think>\n\n"]
+    ),
+    max_size=5,
+).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("name", FAMILIES)
+@given(st.lists(nasty, min_size=2, max_size=4), st.booleans())
+def test_where_an_answer_begins_is_what_a_render_with_another_in_its_place_shows(name, texts, finished):
+    chat = replace(chat_of(FAMILIES[name]), frame=None)
+    messages = talk(*texts)["messages"]
+
+    def at_the_beginning(chat, tail, core):
+        alone = tail.startswith(core) and tail[len(core) :].lstrip().startswith(chat.eos_texts)
+        return 0 if alone else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_certain_start", at_the_beginning)
+        shown = split(chat, messages, finished)
+    assert split(chat, messages, finished) == shown
+
+
+def split(chat, messages, finished):
+    try:
+        return split_turns(chat, messages, finished)
+    except DataError as fault:
+        return str(fault)
+
+
+@pytest.mark.parametrize(
+    "content", ["Yes", "Yes \n", "<", "</", "No <b>", " Yes", "</think>", "<think>", "a</think>b", ""]
+)
+def test_only_an_answer_like_what_is_put_before_it_takes_a_render_more(monkeypatch, content):
+    counted = []
+    monkeypatch.setattr(module, "render", lambda *given: counted.append(given) or render(*given))
+    split(chat_of(FAMILIES["qwen3"]), talk("Hi", content)["messages"], True)
+    unlike = bool(content) and content[0] != " " and "think>" not in content
+    assert (len(counted) == 2) == unlike
 
 
 def test_a_day_later_the_tokens_are_the_same():
