@@ -28,6 +28,8 @@ EMPTY_THINK = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
 # Templates that write today's date would make a cache depend on the day of its capture: they are given this one, the day
 # that Llama's own template falls back to.
 TEMPLATE_DATE = date(2024, 7, 26)
+# What a token of its own may stand between.
+AROUND = (("", ""), ("x", "b"), ("x ", " b"), ("x\n", "\nb"))
 DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")
 
 
@@ -40,7 +42,7 @@ class Chat:
     `template` is the tokenizer's, its date frozen; `dated` says that it writes one. `compiled` renders it without
     transformers' checks of its input, where the tokenizer has no rendering of its own; `names` are what it may use.
     `frame` is there where it writes one message after the other. `ends_exactly`: a text holds as many end tokens as it
-    spells out, each of them with nothing around it.
+    spells out, each of them with nothing around it. `marks` are all the tokens of which that holds, by their texts.
     """
 
     tokenizer: Any
@@ -54,6 +56,7 @@ class Chat:
     names: Mapping[str, Any] = field(default_factory=dict)
     frame: Frame | None = None
     ends_exactly: bool = False
+    marks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ def open_chat(ref: TargetRef) -> Chat:
     dated = template != tokenizer.chat_template
     splits, compiled = _splits_anywhere(tokenizer, texts), _compiled(tokenizer, template)
     names = {} if compiled is None else {**compiled.globals, **tokenizer.special_tokens_map}
-    lead, exact = _leading_ids(tokenizer), _ends_exactly(tokenizer, eos, texts)
-    chat = Chat(tokenizer, frozenset(eos), texts, splits, lead, template, dated, compiled, names, None, exact)
+    lead, marks = _leading_ids(tokenizer), _marks(tokenizer, template, eos)
+    exact = [marks.get(text) for text in texts] == list(eos)
+    chat = Chat(tokenizer, frozenset(eos), texts, splits, lead, template, dated, compiled, names, None, exact, marks)
     return replace(chat, frame=_frame(chat))
 
 
@@ -108,24 +112,34 @@ def _frame(chat: Chat) -> Frame | None:
         return None
 
 
-def _ends_exactly(tokenizer: Any, eos: Sequence[int], texts: Sequence[str]) -> bool:
-    # End tokens that are found before anything else is done to a text, wherever it spells them: no token of its own text
-    # holds or overlaps one.
-    if not encodes_side_by_side(tokenizer) or tokenizer.split_special_tokens or len(texts) != len(eos):
-        return False
+def _marks(tokenizer: Any, template: str, eos: Sequence[int]) -> dict[str, int]:
+    # The end tokens and those that the template writes, if they are found before anything else is done to a text, wherever it
+    # spells them (no token of its own text holds or overlaps one), and the texts on both sides are tokenised apart.
     added = tokenizer.added_tokens_decoder
-    ends = [added.get(i) for i in eos]
-    if any(end is None or end.normalized or end.lstrip or end.rstrip or end.single_word for end in ends):
-        return False
-    others = [token.content for token in added.values() if token.content not in texts]
-    overlap = any(
-        other.endswith(text[:size]) for text in texts for other in (*others, *texts) for size in range(1, len(text))
-    )
-    return (
-        [end.content for end in ends] == list(texts)
-        and not overlap
-        and not any(text in other for text in texts for other in (*others, *(t for t in texts if t != text)))
-    )
+    if not encodes_side_by_side(tokenizer) or tokenizer.split_special_tokens:
+        return {}
+    if any(token.single_word for token in added.values()):  # whether it is one depends on what stands beside it
+        return {}
+    texts = [token.content for token in added.values()]
+    found = {
+        token.content: i
+        for i, token in added.items()
+        if (i in eos or token.content in template)
+        and not (token.normalized or token.lstrip or token.rstrip)
+        and not any(_hides(other, token.content) for other in texts)
+    }
+    return {mark: i for mark, i in found.items() if _parts(tokenizer, mark, i)}
+
+
+def _parts(tokenizer: Any, mark: str, i: int) -> bool:
+    whole = encode_texts(tokenizer, [f"{one}{mark}{other}" for one, other in AROUND])
+    ids = encode_texts(tokenizer, [text for pair in AROUND for text in pair])
+    return whole == [[*one, i, *other] for one, other in zip(ids[::2], ids[1::2], strict=True)]
+
+
+def _hides(other: str, text: str) -> bool:
+    # Whether a token may be found where the text of this one begins, or before that, and reach into it.
+    return (text in other and text != other) or any(other.endswith(text[:size]) for size in range(1, len(text)))
 
 
 def _splits_anywhere(tokenizer: Any, ends: Sequence[str]) -> bool:

@@ -25,6 +25,18 @@ class Step(NamedTuple):
     answer: Ids
 
 
+class New(NamedTuple):
+    """What is tokenised of a turn's context: what follows the turn before, which it `continues`, or what follows `kept`.
+
+    With `kept` begins `first` too, the context of the last turn that continues none.
+    """
+
+    text: str
+    continues: bool
+    first: str = ""
+    kept: str = ""
+
+
 def encode_turns(chat: Chat, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
     """(context ids, answer ids) of each turn, both whole."""
     (steps,) = encode_talks(chat, [turns])
@@ -48,28 +60,31 @@ def encode_talks(chat: Chat, talks: Sequence[Sequence[Turn]]) -> list[list[Step]
     turn whole, and take the answer's ids from there where the context's come out the same.
     """
     turns = [turn for talk in talks for turn in talk]
-    news = [new for talk in talks for new in _news(talk)]
+    news = [new for talk in talks for new in _news(chat, talk)]
     steps = iter(_steps(chat, turns, news) if chat.splits_anywhere else _encode_whole(chat, turns))
     return [list(islice(steps, len(talk))) for talk in talks]
 
 
-def _steps(chat: Chat, turns: Sequence[Turn], news: Sequence[tuple[str, bool]]) -> list[Step]:
+def _steps(chat: Chat, turns: Sequence[Turn], news: Sequence[New]) -> list[Step]:
     seams = {
-        place: (new[-SEAM_CHARS:], _first_word(turns[place].answer))
-        for place, (new, _) in enumerate(news[:-1])
-        if news[place + 1][1]
+        place: (new.text[-SEAM_CHARS:], _first_word(turns[place].answer))
+        for place, new in enumerate(news[:-1])
+        if news[place + 1].continues
     }
     around = dict.fromkeys(text for one, other in set(seams.values()) for text in (one, other, one + other))
     pairs, known = _encode_apart(chat, turns, news, list(around))
     # Where context and answer merge, later turns are given what both come to as one text.
     merging = [place for place, (one, other) in seams.items() if known[one] + known[other] != known[one + other]]
-    texts = [news[place][0] + turns[place].answer for place in merging]
+    texts = [news[place].text + turns[place].answer for place in merging]
     merged = dict(zip(merging, encode_arrays(chat.tokenizer, texts), strict=True))
     steps: list[Step] = []
     before: list[Ids] = []
-    for place, ((_, continues), (context, answer)) in enumerate(zip(news, pairs, strict=True)):
-        before = before if continues else []
-        extends = continues and place - 1 not in merged
+    first: Ids = array("i")  # the context's of the last turn that continues none
+    for place, (new, (context, answer)) in enumerate(zip(news, pairs, strict=True)):
+        if not new.continues:
+            before, first = [], _behind(chat, new, first, context, turns[place])
+            context = first
+        extends = new.continues and place - 1 not in merged
         steps.append(Step(extends, context if extends else _joined([*before, context]), answer))
         before.extend([merged[place]] if place in merged else [context, answer])
     return steps
@@ -82,29 +97,56 @@ def _joined(parts: Iterable[Ids]) -> Ids:
     return ids
 
 
-def _news(turns: Sequence[Turn]) -> list[tuple[str, bool]]:
-    # Of each turn's context what the turn before does not hold, and whether it continues that turn's text.
-    news: list[tuple[str, bool]] = []
-    whole = ""
+def _news(chat: Chat, turns: Sequence[Turn]) -> list[New]:
+    news: list[New] = []
+    whole = first = ""
     for turn in turns:
-        continues = bool(whole) and turn.context.startswith(whole)
-        news.append((turn.context[len(whole) :] if continues else turn.context, continues))
+        if whole and turn.context.startswith(whole):
+            news.append(New(turn.context[len(whole) :], True))
+        else:
+            kept = _through_mark(chat, first, turn.context)
+            news.append(New(turn.context[len(kept) :], False, first, kept))
+            first = turn.context
         whole = turn.context + turn.answer if turn.ended else ""
     return news
 
 
+def _through_mark(chat: Chat, one: str, other: str) -> str:
+    # What both begin with, through its last mark. All that follows is tokenised by itself, whatever it is.
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        middle = (same + most + 1) // 2
+        same, most = (middle, most) if one.startswith(other[same:middle], same) else (same, middle - 1)
+    return one[
+        : max((one.rfind(mark, 0, same) + len(mark) for mark in chat.marks if one.find(mark, 0, same) >= 0), default=0)
+    ]
+
+
+def _behind(chat: Chat, new: New, first: Ids, context: Ids, turn: Turn) -> Ids:
+    # The ids of a context of which `kept` was tokenised already, as the beginning of `first`, and the rest as `context`.
+    if not new.kept:
+        return context
+    mark = next(mark for mark in chat.marks if new.kept.endswith(mark))
+    if first.count(chat.marks[mark]) != new.first.count(mark):  # one that no text spells: which is which is not known
+        return encode_arrays(chat.tokenizer, [turn.context])[0]
+    stop = 0
+    for _ in range(new.kept.count(mark)):
+        stop = first.index(chat.marks[mark], stop) + 1
+    return first[:stop] + context
+
+
 def _encode_apart(
-    chat: Chat, turns: Sequence[Turn], news: Sequence[tuple[str, bool]], others: Sequence[str]
+    chat: Chat, turns: Sequence[Turn], news: Sequence[New], others: Sequence[str]
 ) -> tuple[list[tuple[Ids, Ids]], dict[str, Ids]]:
     # The ids of each new text and answer, each as it is by itself, and those of the other texts.
     #
     # What follows a text's last end token is the same in every turn (the next header): it is tokenised once. An answer
     # that ends with its only end token is tokenised together with what follows it, and both are cut there. A text more
     # costs as much as ten tokens.
-    parts = [_after_last_end(chat, new) for new, _ in news]
+    parts = [_after_last_end(chat, new.text) for new in news]
     follows = [
-        bool(continues and head) and _ends_once(chat, turns[place - 1].answer)
-        for place, ((_, continues), (head, _)) in enumerate(zip(news, parts, strict=True))
+        bool(new.continues and head) and _ends_once(chat, turns[place - 1].answer)
+        for place, (new, (head, _)) in enumerate(zip(news, parts, strict=True))
     ]
     apart = [place for place in range(len(turns)) if not (place + 1 < len(turns) and follows[place + 1])]
     spans = [(turns[p - 1].answer if follows[p] else "") + head for p, (head, _) in enumerate(parts)]
