@@ -54,8 +54,10 @@ class QuickSandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As the sandbox does; at once for a text's own methods, which are marked neither as unsafe nor as taking a context."""
-        if type(obj) is not BuiltinMethodType or type(obj.__self__) is not str:
+        """As the sandbox does; at once for a text's methods and for namespaces, which nothing marks as unsafe or as taking a context."""
+        kind = type(obj)
+        text = kind is BuiltinMethodType and type(obj.__self__) is str
+        if not text and not (kind is type and issubclass(obj, Namespace)):
             return super().call(context, obj, *args, **kwargs)
         for name in ADDED:
             kwargs.pop(name, None)
@@ -69,4 +71,7 @@ def quick(template: Template, source: str) -> Template:
     # An overlay shares filters, tests, globals and extensions; its class decides how attributes are reached.
     sandbox = template.environment.overlay()
     sandbox.__class__ = QuickSandbox
-    return sandbox.from_string(source)
+    compiled = sandbox.from_string(source)
+    # One mapping, no chain of them: their names are counted anew for each rendering.
+    compiled.globals = dict(compiled.globals)
+    return compiled
