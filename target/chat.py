@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from schemas.errors import DataError, TargetError
-from target.frame import Frame, frame_of, written
+from target.frame import Frame, Written, frame_of, written
 from target.load import TargetRef, eos_ids, load_tokenizer
 from target.sandbox import quick
 
@@ -215,9 +215,9 @@ def render(chat: Chat, messages: Sequence[Message], generation_prompt: bool, too
     return str(text)
 
 
-def render_blocks(chat: Chat, messages: Sequence[Message]) -> list[str]:
-    """The text of each message, where the chat has a `frame`. Raises whatever the template raises."""
-    return written(lambda plain, asking: _write(chat, plain, asking), _plain(messages), False)[1]
+def render_blocks(chat: Chat, messages: Sequence[Message]) -> Written:
+    """The text of each message, where the chat has a `frame`. Raises LooksAhead, and whatever the template raises."""
+    return written(lambda plain, asking: _write(chat, plain, asking), _plain(messages), False)
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -229,7 +229,7 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
-def _write(chat: Chat, plain: Sequence[Any], generation_prompt: bool) -> Iterator[str]:
+def _write(chat: Chat, plain: Any, generation_prompt: bool) -> Iterator[str]:
     # As Template.render does, without merging the names anew each time.
     given = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": generation_prompt}
     context = chat.compiled.new_context({**chat.names, **given}, shared=True)

@@ -1,128 +1,225 @@
 """Templates that write one message after the other: one render then gives the text of every beginning of a conversation.
 
-ChatML and its like are `before` + a block for each message + `after`, where a block depends on its own message, on how many
-stand before it and on the first one. Then template(messages[:j]) needs no render of its own. Whether a template is such a
-one is proven from its syntax: whatever this file does not know makes it none, and it is rendered anew for each turn.
+ChatML, Llama's and Gemma's are a text before the messages, a block for each of them, and a text after them. While such a template
+writes, it has seen no message but those before, and not how many follow: its text up to there is that of template(messages[:j])
+too, so that needs no render of its own. Whether a template is such a one is proven in two steps. From its syntax: it reads the
+messages in ways that can be watched, and what it writes after them depends on none. And while it writes: a list that notes what
+was read refuses to tell what lies ahead. What is not proven is rendered anew for each turn.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
-# What a template may be made of. Nothing here keeps a state from one message to the next: no namespaces, macros, inner loops.
-PURE = (
-    *(
-        nodes.Output,
-        nodes.TemplateData,
-        nodes.Const,
-        nodes.Name,
-        nodes.If,
-        nodes.CondExpr,
-        nodes.Getattr,
-        nodes.Getitem,
-    ),
-    *(nodes.Add, nodes.Concat, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.Test),
-)
-PURE_FILTERS = frozenset({"trim", "string", "upper", "lower", "length", "tojson", "default"})
-PURE_METHODS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith", "upper", "lower", "get"})
 # What a message may know of its place: not whether it is the last.
-PLACE = frozenset({"first", "index", "index0"})
+PLACE = frozenset({"first", "index", "index0", "previtem"})
 ANSWERS_NEXT = "add_generation_prompt"
+# Templates that bring in others, stop early, or write by chance.
+UNKNOWN = (nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.Block, nodes.Break)
+LENGTHS = frozenset({"length", "count"})
+PROBE = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+
+
+class LooksAhead(Exception):
+    """A template asked for what it would see differently with fewer messages."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The text before all messages, and that after them: with the generation prompt and without."""
+    """The text after all messages: with the generation prompt and without."""
 
-    before: str
     asking: str
     ending: str
 
 
-class Watched(list[Any]):
-    """Messages that note how many pieces of text there were whenever the template asked for the next one."""
+class Written(NamedTuple):
+    """The text before the messages, of each message, and after them; `reach`: with fewer messages it may be another."""
 
-    def __init__(self, messages: Sequence[Any], pieces: list[str]) -> None:
-        super().__init__(messages)
-        self.pieces = pieces
-        self.marks: list[int] = []
+    before: str
+    blocks: list[str]
+    after: str
+    reach: int
+
+
+@dataclass
+class Watch:
+    """What a template has read: how many pieces there were whenever it asked for the next message, and how many it read at once."""
+
+    pieces: list[str] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    skipped: int = 0
+    reach: int = 1
+
+
+class Watched:
+    """Messages, from one of them on, that can be gone through once and read by their place, and have no length."""
+
+    def __init__(self, messages: Sequence[Any], watch: Watch, start: int = 0) -> None:
+        self.messages, self.watch, self.start = messages, watch, start
 
     def __iter__(self) -> Iterator[Any]:
         """The messages, each noted, and the end."""
-        for message in super().__iter__():
-            self.marks.append(len(self.pieces))
+        if self.watch.marks:
+            raise LooksAhead
+        self.watch.skipped = self.start
+        for message in self.messages[self.start :]:
+            self.watch.marks.append(len(self.watch.pieces))
             yield message
-        self.marks.append(len(self.pieces))
+        self.watch.marks.append(len(self.watch.pieces))
+
+    def __getitem__(self, place: Any) -> Any:
+        """A message, or all from one on."""
+        first = place.start or 0 if isinstance(place, slice) else place
+        if type(first) is not int or first < 0:
+            raise LooksAhead
+        if isinstance(place, slice):
+            if place.stop is not None or place.step is not None:
+                raise LooksAhead
+            self.watch.reach = max(self.watch.reach, self.start + first)
+            return Watched(self.messages, self.watch, self.start + first)
+        self.watch.reach = max(self.watch.reach, self.start + first + 1)
+        return self.messages[self.start + first]
+
+    def __len__(self) -> int:
+        """Not told, nor whether there are any."""
+        raise LooksAhead
 
 
 # The pieces of text that the template writes, one by one, for messages and with the generation prompt or without.
-Write = Callable[[Sequence[Any], bool], Iterator[str]]
+Write = Callable[[Any, bool], Iterator[str]]
 
 
-def written(write: Write, messages: Sequence[Any], asking: bool) -> tuple[str, list[str], str]:
-    """The text before the messages, that of each message, and that after them, of a template that `writes_by_message`."""
-    pieces: list[str] = []
-    watched = Watched(messages, pieces)
-    for piece in write(watched, asking):
-        pieces.append(piece)
-    marks = watched.marks
-    blocks = ["".join(pieces[start:stop]) for start, stop in pairwise(marks)]
-    return "".join(pieces[: marks[0]]), blocks, "".join(pieces[marks[-1] :])
+def written(write: Write, messages: Sequence[Any], asking: bool) -> Written:
+    """What a template that `writes_by_message` writes, by message. Raises LooksAhead where it turns out not to, and what it raises."""
+    watch = Watch()
+    for piece in write(Watched(messages, watch), asking):
+        watch.pieces.append(piece)
+    pieces, marks, skipped = watch.pieces, watch.marks, watch.skipped
+    if len(marks) != len(messages) - skipped + 1:
+        raise LooksAhead
+    blocks = [*[""] * skipped, *("".join(pieces[start:stop]) for start, stop in pairwise(marks))]
+    return Written("".join(pieces[: marks[0]]), blocks, "".join(pieces[marks[-1] :]), watch.reach)
 
 
 def frame_of(tree: nodes.Template, write: Write) -> Frame | None:
-    """What a template, parsed, writes around the messages; None where it is not proven to write one after the other."""
+    """What a template, parsed, writes after the messages; None where it is not proven to write one after the other.
+
+    Raises whatever the template raises for a short conversation.
+    """
     if not writes_by_message(tree):
         return None
-    before, _, asking = written(write, [], True)
-    same, _, ending = written(write, [], False)
-    return Frame(before, asking, ending) if before == same else None
+    try:
+        asked, told = written(write, PROBE, True), written(write, PROBE, False)
+    except LooksAhead:
+        return None
+    return Frame(asked.after, told.after) if asked[:2] == told[:2] else None
 
 
 def writes_by_message(tree: nodes.Template) -> bool:
-    """Whether a template is texts around one loop over `messages`, whose body sees its message, its place and messages[0]."""
+    """Whether a template's syntax is texts around one loop over the messages, and all else that it reads of them is watched."""
     loops = [node for node in tree.body if isinstance(node, nodes.For)]
-    if len(loops) != 1:
+    if len(loops) != 1 or any(tree.find(kind) for kind in UNKNOWN):
         return False
     (loop,) = loops
-    around = [node for node in tree.body if node is not loop]
-    if loop.else_ or loop.test is not None or loop.recursive or not isinstance(loop.target, nodes.Name):
+    lists = _lists(tree)
+    if loop.else_ or loop.test is not None or loop.recursive or not lists or not _is_list(loop.iter, lists):
         return False
-    own = loop.target.name
-    if not isinstance(loop.iter, nodes.Name) or loop.iter.name != "messages" or own in ("messages", "loop"):
-        return False
-    # Names set outside may follow from the generation prompt: the loop is given none of them.
-    assigned = {name.name for node in around for name in node.find_all(nodes.Name) if name.ctx != "load"}
-    hidden = {*assigned, ANSWERS_NEXT}
+    place = tree.body.index(loop)
+    stored = _stored(tree)
+    after = {name.name for node in tree.body[place + 1 :] for name in _names(node)}
     return (
-        hidden.isdisjoint({"messages", "loop", own})
-        and all(_pure(node, {"messages", "loop"}, outside=True) for node in around)
-        and all(_pure(node, hidden, outside=False) for node in loop.body)
+        isinstance(loop.target, nodes.Name)
+        and "loop" not in stored
+        and after.isdisjoint({*stored, *lists, "loop"} - {ANSWERS_NEXT})
+        and all(
+            _watched(node, lists, inner=False) for node in (*tree.body[:place], *loop.body) if not _sets_default(node)
+        )
     )
 
 
-def _pure(node: nodes.Node, hidden: set[str], outside: bool) -> bool:
-    # Whether this part of the template sees nothing that is hidden from it, and leaves nothing behind but text.
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    if isinstance(node, nodes.Name):
+        yield node
+    yield from node.find_all(nodes.Name)
+
+
+def _stored(tree: nodes.Template) -> list[str]:
+    # The names that a template gives a value to, whatever way, each as often as it does.
+    names = [name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"]
+    return [
+        *names,
+        *(node.name for node in tree.find_all(nodes.NSRef)),
+        *(node.name for node in tree.find_all(nodes.Macro)),
+    ]
+
+
+def _is_list(node: nodes.Node, lists: set[str]) -> bool:
+    # The messages, or all of them from one on.
     match node:
-        case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr) if not outside:
-            return attr in PLACE
-        case nodes.Getitem(node=nodes.Name(name="messages"), arg=nodes.Const(value=0)) if not outside:
-            return True
         case nodes.Name(name=name):
-            return name not in hidden and (outside or name not in ("messages", "loop"))
-        case nodes.Assign(target=nodes.Name()) if outside:
-            pass
-        case nodes.Filter(name=name, node=nodes.Node()):
-            if name not in PURE_FILTERS:
-                return False
-        case nodes.Call(node=nodes.Name(name="raise_exception")):
-            pass
-        case nodes.Call(node=nodes.Getattr(attr=attr)):
-            if attr not in PURE_METHODS:
-                return False
-        case _ if not isinstance(node, PURE):
+            return name in lists
+        case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Slice()):
+            return name in lists
+        case nodes.CondExpr(expr1=one, expr2=nodes.Node() as other):
+            return _is_list(one, lists) and _is_list(other, lists)
+    return False
+
+
+def _assigned(node: nodes.Assign) -> list[tuple[nodes.Node, nodes.Node]]:
+    # Each target with its value.
+    match node:
+        case nodes.Assign(target=nodes.Tuple(items=targets), node=nodes.Tuple(items=values)) if len(targets) == len(
+            values
+        ):
+            return list(zip(targets, values, strict=True))
+    return [(node.target, node.node)]
+
+
+def _lists(tree: nodes.Template) -> set[str]:
+    # The names that stand for messages, and never for anything else; none if one of them may.
+    pairs = [pair for node in tree.find_all(nodes.Assign) for pair in _assigned(node)]
+    lists, known = {"messages"}, 0
+    while known != len(lists):
+        known = len(lists)
+        lists |= {one.name for one, value in pairs if isinstance(one, nodes.Name) and _is_list(value, lists)}
+    sound = sum(isinstance(one, nodes.Name) and one.name in lists and _is_list(value, lists) for one, value in pairs)
+    lists -= {ANSWERS_NEXT}
+    return lists if sound == sum(name in lists for name in _stored(tree)) else set()
+
+
+def _sets_default(node: nodes.Node) -> bool:
+    # {% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
+    match node:
+        case nodes.If(body=[nodes.Assign(target=nodes.Name(name=name), node=nodes.Const())], elif_=[], else_=[]):
+            return name == ANSWERS_NEXT and all(own.name == ANSWERS_NEXT for own in _names(node.test))
+    return False
+
+
+def _watched(node: nodes.Node, lists: set[str], inner: bool) -> bool:
+    # Whether this part of the template reads of the messages only what a watched list notes, or refuses to tell, and nothing of
+    # what comes after them. `inner`: within another loop, whose place is its own affair.
+    match node:
+        case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr):
+            return inner or attr in PLACE
+        case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Const(value=int(place))) if name in lists:
+            return place >= 0
+        case nodes.Filter(name=filtered, node=nodes.Name(name=name), args=[], kwargs=[]) if name in lists:
+            return filtered in LENGTHS
+        case nodes.Filter(name="random"):
             return False
-    return all(_pure(child, hidden, outside) for child in node.iter_child_nodes())
+        case nodes.Name(name=name):
+            return name not in lists and name != ANSWERS_NEXT and (inner or name != "loop")
+        case nodes.Assign():
+            parts = [part for pair in _assigned(node) if not _is_list(pair[1], lists) for part in pair]
+            return all(_watched(part, lists, inner) for part in parts)
+        case nodes.For():
+            around = [node.target, node.iter, *node.else_, *([] if node.test is None else [node.test])]
+            return (
+                all(_watched(part, lists, inner) for part in around)
+                and all(_watched(part, lists, True) for part in node.body)
+                and not node.recursive
+            )
+    return all(_watched(child, lists, inner) for child in node.iter_child_nodes())

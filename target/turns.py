@@ -27,16 +27,19 @@ def _texts(
     blocks = None
     if chat.frame is not None and tools is None and places:
         try:
-            blocks = render_blocks(chat, messages[: places[-1] + 1])
+            before, blocks, _, reach = render_blocks(chat, messages[: places[-1] + 1])
         except Exception:  # refused: reported below, for the turn whose history the template refuses
             blocks = None
     if chat.frame is None or blocks is None:
         yield from ((render(chat, messages[:j], True, tools), None) for j in places)
         return
-    text, done = chat.frame.before, 0
+    text, done = before, 0
     for j in places:
         text, done = text + "".join(blocks[done:j]), j
-        yield text + chat.frame.asking, text + blocks[j] + chat.frame.ending
+        if j < reach:
+            yield render(chat, messages[:j], True), None
+        else:
+            yield text + chat.frame.asking, text + blocks[j] + chat.frame.ending
 
 
 def _split_turn(
