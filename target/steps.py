@@ -56,7 +56,8 @@ def encode_talks(chat: Chat, talks: Sequence[Sequence[Turn]]) -> list[list[Step]
     """The ids of each turn of some conversations: the context's as the target is given it, the answer's as it generated it.
 
     A turn that continues the text of the one before it is tokenised from that one's end token on: conversations cost
-    what their text costs, not its square. Tokenizers that change a text's beginning (a prepended space) tokenise each
+    what their text costs, not its square. One that rewrites earlier turns is tokenised from the last mark on before it
+    differs; nothing merges across that. Tokenizers that change a text's beginning (a prepended space) tokenise each
     turn whole, and take the answer's ids from there where the context's come out the same.
     """
     turns = [turn for talk in talks for turn in talk]
