@@ -1,6 +1,5 @@
 """A disk that fills up: a clear error, nothing torn, nothing left over, and a rerun that ends with the same bytes."""
 
-import builtins
 import errno
 import os
 import shutil
@@ -12,7 +11,6 @@ import pytest
 from cache_fixtures import identity
 from capture_fixtures import Recorder, capture_options, contents, random_target, shipped_rows, write_jsonl
 
-import cache.whole
 from cache.disk import SMALL_FILES_BYTES, check_free, needed_bytes
 from cache.read import open_cache
 from cache.store import LocalStore
@@ -53,31 +51,12 @@ class Disk:
     def __init__(self, left: int) -> None:
         self.left = left
 
-    def write(self, file, view) -> int:
+    def writev(self, file: int, pieces: list[memoryview]) -> int:
         if not self.left:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        taken = file.write(view[: min(len(view), self.left)])
+        taken = os.write(file, b"".join(pieces)[: self.left])
         self.left -= taken
         return taken
-
-
-class Opened:
-    """What `open` gives, with its writes counted."""
-
-    def __init__(self, disk: Disk, path, mode, **keywords) -> None:
-        self.disk, self.file = disk, builtins.open(path, mode, **keywords)  # noqa: SIM115
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
-    def fileno(self) -> int:
-        return self.file.fileno()
-
-    def write(self, view) -> int:
-        return self.disk.write(self.file, view)
 
 
 def test_a_disk_that_fills_up_at_any_byte(folder, tmp_path, monkeypatch):
@@ -87,7 +66,7 @@ def test_a_disk_that_fills_up_at_any_byte(folder, tmp_path, monkeypatch):
     for left in [0, *draw.integers(1, total * 7 // 10, 6).tolist()]:
         disk = Disk(int(left))
         with monkeypatch.context() as patch:
-            patch.setattr(cache.whole, "open", lambda *a, disk=disk, **k: Opened(disk, *a, **k), raising=False)
+            patch.setattr(os, "writev", disk.writev)
             with pytest.raises(DflashError, match=FULL) as caught:
                 capture(options(folder, out), Recorder())
         assert (caught.value.exit_code, disk.left) == (1, 0)
