@@ -1,32 +1,33 @@
-"""Is a cache what it says it is? Quick: records, sizes, index. Deep: every checksum, every sample's tokens, every state finite.
+"""Is a cache what it says it is? Quick: records, sizes, index, documents. Deep: every checksum, every sample's tokens, every state finite.
 
 n rows of one sample, L layers, H hidden.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cache.buffers import Buffers
 from cache.chunks import ChunkReader
 from cache.codecs import HiddenCodec
+from cache.documents import document_faults, stored_otherwise
 from cache.generations import way_to_mend
 from cache.index import index_vouched, read_index
-from cache.layout import read_channels, read_root, write_root
+from cache.layout import OUTLIERS, read_channels, read_root, write_root
+from cache.plain import PlainReader
 from cache.rows import read_rows
 from cache.store import Store, open_store
 from cache.write import object_sizes, parse_record
-from schemas.arrays import array_specs
+from schemas.arrays import ArraySpec, array_specs
 from schemas.errors import CacheDamaged, CacheError
 from schemas.manifest import Manifest
 from schemas.records import record_name
 from schemas.say import Say
-
-HEAD_FILES = ("target/config.json", "target/head.safetensors")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     manifest = read_root(store)
     if not manifest.complete:
         raise CacheError(f"{path} is incomplete: {way_to_mend(manifest)} to finish it")
-    faults = [Fault(key, "missing") for key in HEAD_FILES if store.size(key) is None]
+    faults = [Fault(key, what) for key, what in document_faults(store, manifest)]
     try:
         rows = read_index(store, manifest).to_pylist()
     except (CacheDamaged, CacheError) as fault:
@@ -62,16 +63,18 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     shards = manifest.totals.shards
     records = list(store.get_each([record_name(shard) for shard in range(shards)]))
     sizes = object_sizes(store, [spec.name for spec in array_specs(manifest.identity, shards)])
+    codec: HiddenCodec | None = None
     try:
         codec = HiddenCodec(manifest.identity.codec, read_channels(store, manifest.identity, manifest.identity.layers))
     except CacheDamaged as fault:
-        return manifest, [*faults, Fault("hidden_outliers", str(fault))]
-    buffers = Buffers()
+        if not any(found.where.startswith(OUTLIERS) for found in faults):
+            faults.append(Fault(OUTLIERS, str(fault)))
+    otherwise, buffers = stored_otherwise(store, manifest) if deep else set(), Buffers()
     for shard, record in enumerate(records):
         own = by_shard.get(shard, [])
         found = list(_object_faults(store.where(record_name(shard)), manifest, shard, record, sizes))
         if deep and not found:
-            found = list(_content_faults(store, manifest, shard, own, codec, buffers))
+            found = list(_content_faults(store, manifest, shard, own, codec, otherwise, buffers))
         touched = tuple(row["sample_id"] for row in own)
         faults += [Fault(fault.where, fault.what, fault.samples or touched, shard) for fault in found]
         say.progress("verify", shard + 1, shards)
@@ -146,14 +149,20 @@ def _object_faults(
 
 
 def _content_faults(
-    store: Store, manifest: Manifest, shard: int, rows: Sequence[dict[str, Any]], codec: HiddenCodec, buffers: Buffers
+    store: Store,
+    manifest: Manifest,
+    shard: int,
+    rows: Sequence[dict[str, Any]],
+    codec: HiddenCodec | None,
+    otherwise: Set[str],
+    buffers: Buffers,
 ) -> Iterator[Fault]:
+    # `codec`: None where the outlier channels are not known, so that states cannot be decoded. `otherwise`: see `stored_otherwise`.
     identity, first = manifest.identity, shard * manifest.identity.shard_tokens
     arrays: dict[str, Any] = {}
     for spec in array_specs(identity, manifest.totals.shards):
         try:
-            reader = ChunkReader(store, spec, buffers=buffers)
-            arrays[spec.name] = read_rows([reader], [(first, identity.shard_tokens)])[0]
+            arrays[spec.name] = _all_rows(store, spec, first, spec.name in otherwise, buffers)
         except CacheDamaged as fault:
             yield Fault(spec.object_key(shard), str(fault).split(": ", 1)[1])
     if len(arrays) < len(array_specs(identity, 1)):
@@ -165,13 +174,23 @@ def _content_faults(
             yield Fault(f"shard {shard}", "tokens or mask differ from the index's hash", (row["sample_id"],))
         if int(mask.sum()) != row["supervised"]:
             yield Fault(f"shard {shard}", f"{int(mask.sum())} supervised, not {row['supervised']}", (row["sample_id"],))
-        for layer in identity.layers:
-            own = {family: arrays[f"{family}/{layer}"][span] for family in codec.families}
-            hidden_nH = codec.decode(own, layer)
-            if not bool(torch.isfinite(hidden_nH).all()):
-                yield Fault(f"hidden/{layer}", "a state is not finite", (row["sample_id"],))
-            elif not bool(hidden_nH.any()):
-                yield Fault(f"hidden/{layer}", "all states are zero", (row["sample_id"],))
+        if codec is not None:
+            for layer in identity.layers:
+                own = {family: arrays[f"{family}/{layer}"][span] for family in codec.families}
+                hidden_nH = codec.decode(own, layer)
+                if not bool(torch.isfinite(hidden_nH).all()):
+                    yield Fault(f"hidden/{layer}", "a state is not finite", (row["sample_id"],))
+                elif not bool(hidden_nH.any()):
+                    yield Fault(f"hidden/{layer}", "all states are zero", (row["sample_id"],))
         wanted = np.flatnonzero(mask[1:])
         if not np.isfinite(arrays["logits/topk_logprobs"][span][wanted]).all():
             yield Fault("logits/topk_logprobs", "a log-probability is not finite", (row["sample_id"],))
+
+
+def _all_rows(store: Store, spec: ArraySpec, first: int, plain: bool, buffers: Buffers) -> NDArray[Any]:
+    """A shard's rows, every chunk verified. Raises CacheDamaged."""
+    if not plain:
+        return read_rows([ChunkReader(store, spec, buffers=buffers)], [(first, spec.shard_rows)])[0]
+    out = buffers.array((spec.shard_rows, *spec.shape[1:]), spec.dtype)
+    PlainReader(store, spec, buffers).fill([(first, spec.shard_rows)], out)
+    return out

@@ -80,7 +80,9 @@ def faults_text(path: str, manifest: Manifest, faults: Sequence["Fault"], deep: 
     """What `dflash verify` prints: each fault with the samples it touches, or that there is none."""
     totals = manifest.totals
     if not faults:
-        looked = "every checksum, hash and state" if deep else "records, sizes and index; --deep reads every byte"
+        looked = (
+            "every checksum, hash and state" if deep else "records, sizes, index and documents; --deep reads every byte"
+        )
         return f"{path}: sound ({totals.shards:,} shards, {totals.samples:,} samples; {looked})"
     lines = []
     for fault in faults:

@@ -145,7 +145,9 @@ def verify(
             f"{cache} is damaged ({len(faults)} faults), and merged before it grew: {way_to_mend(manifest)}"
         )
     if faults and repair:
-        print(f"{forget(cache, faults)} shards forgotten: {way_to_mend(manifest)}, it does what is missing")
+        count = forget(cache, faults)
+        forgotten = f"{count} shards forgotten" if count else "no shard is damaged"
+        print(f"{forgotten}: {way_to_mend(manifest)}, it does what is missing")
     if faults:
         what = "is damaged" if not repair else "was damaged"
         first = "" if repair else "--repair it, then "

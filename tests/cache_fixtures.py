@@ -17,6 +17,9 @@ from schemas.index import PLAN_SCHEMA
 from schemas.manifest import Codec, Identity, Manifest, Source, TargetIdentity, Totals
 
 HIDDEN, VOCAB, TOP_K = 16, 40, 4
+CONFIG = {"model_type": "qwen3", "hidden_size": HIDDEN, "num_hidden_layers": 6, "vocab_size": VOCAB, "num_attention_heads": 2,
+          "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+          "max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
 
 
 def identity(codec: Codec = "f32", layers: tuple[int, ...] = (0, 2, 3), shard_tokens: int = 64) -> Identity:
@@ -24,7 +27,7 @@ def identity(codec: Codec = "f32", layers: tuple[int, ...] = (0, 2, 3), shard_to
         name="tiny",
         revision=None,
         architectures=("Qwen3ForCausalLM",),
-        config_sha256="c" * 64,
+        config_sha256=hashlib.sha256(json.dumps(CONFIG).encode()).hexdigest(),
         num_hidden_layers=6,
         hidden_size=HIDDEN,
         vocab_size=VOCAB,
@@ -152,9 +155,6 @@ def make_cache(
         writer.commit_shard(shard, shard_arrays(writer, shard))
     embed = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
     writer.put_file("target/head.safetensors", save({"embed_tokens.weight": embed, "norm.weight": torch.ones(HIDDEN)}))
-    config = {"model_type": "qwen3", "hidden_size": HIDDEN, "num_hidden_layers": 6, "vocab_size": VOCAB, "num_attention_heads": 2,
-              "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-              "max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
-    writer.put_file("target/config.json", json.dumps(config).encode())
+    writer.put_file("target/config.json", json.dumps(CONFIG).encode())
     writer.finish()
     return writer

@@ -164,7 +164,7 @@ def test_kill_dash_nine_at_any_object(finished, folder, target, data):
     assert contents(out) == contents(finished)
 
 
-@pytest.mark.parametrize("harm", ["object", "record", "index", "head"])
+@pytest.mark.parametrize("harm", ["object", "record", "index", "head", "config", "array", "group"])
 def test_the_same_command_mends_a_damaged_cache(finished, folder, target, data, harm):
     out = folder / f"damaged-{harm}"
     shutil.copytree(finished, out)
@@ -174,6 +174,9 @@ def test_the_same_command_mends_a_damaged_cache(finished, folder, target, data, 
         "record": "shards/000001.json",
         "index": "index.parquet",
         "head": "target/head.safetensors",
+        "config": "target/config.json",
+        "array": "hidden/2/zarr.json",
+        "group": "logits/zarr.json",
     }
     (out / names[harm]).unlink()
     say = Recorder()

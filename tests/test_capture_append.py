@@ -196,16 +196,22 @@ def test_an_append_does_not_read_or_write_the_head_again(target, data, base, cop
     assert {path: path.stat().st_mtime_ns for path in (out / "target").iterdir()} == before
 
 
-@pytest.mark.parametrize("harm", ["first", "second", "third", "each", "index"])
+@pytest.mark.parametrize("harm", ["first", "second", "third", "each", "index", "document"])
 def test_the_command_with_all_data_mends_an_appended_cache(target, data, grown, copy, harm, monkeypatch):
     out = copy(grown)
     before = contents(out)
     by_source = {row["source"]: row["shard"] for row in open_cache(str(out)).index.to_pylist()}
-    wanted = {"first": [0], "second": [1], "third": [2], "each": [0, 1, 2], "index": []}[harm]
+    wanted = {"first": [0], "second": [1], "third": [2], "each": [0, 1, 2], "index": [], "document": []}[harm]
     for source in wanted:
         (out / f"hidden/2/c/{by_source[source]}/0").write_bytes(b"torn")
     if harm == "index":
         (out / "index.parquet").unlink()
+    if harm == "document":
+        (out / "tokens/input_ids/zarr.json").write_text("{}")
+        with pytest.raises(
+            CacheError, match=r"is damaged \(tokens/input_ids/zarr.json: is no document.*, without --append"
+        ):
+            capture(command(target, data[:1], out, append=True), Recorder())
     with pytest.raises(CacheError, match="captured from 3 data files, this command gives 1"):
         capture(command(target, data[:1], out), Recorder())
     done = []

@@ -170,7 +170,7 @@ def test_damage_is_found_named_repaired_and_done_again(
 
 def test_the_same_command_mends_a_damaged_cache(s3, folder, target, data, local):
     url = s3.upload(folder / "local", "mended/hs.zarr")
-    for key in ("logits/topk_ids/c/0/0", "index.parquet", "target/head.safetensors"):
+    for key in ("logits/topk_ids/c/0/0", "index.parquet", "target/head.safetensors", "hidden/2/zarr.json"):
         obstore.delete(s3.store("mended/hs.zarr"), key)
         say = Recorder()
         capture(asked(target, data, url), say)

@@ -47,7 +47,6 @@ def test_a_sound_cache_has_no_faults(sound, deep):
         (lambda p: (p / "shards/000002.json").unlink(), "shards/000002.json", "missing", 4),
         (lambda p: (p / "shards/000002.json").write_text("{"), "shards/000002.json", "not JSON", 4),
         (lambda p: (p / "index.parquet").write_bytes(b"PAR1"), "index.parquet", "cannot be read", 0),
-        (lambda p: (p / "target/head.safetensors").unlink(), "target/head.safetensors", "missing", 0),
     ],
 )
 def test_a_quick_look_finds_what_is_missing_or_short(sound, tmp_path, harm, where, what, touched):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from cache_fixtures import HIDDEN, VOCAB, identity, manifest, plan, shard_arrays
+from cache_fixtures import CONFIG, HIDDEN, VOCAB, identity, manifest, plan, shard_arrays
 from safetensors.torch import save
 
 from cache.write import CacheWriter
@@ -18,20 +18,7 @@ from schemas.options import TrainOptions
 WALL_CLOCK = ("train/tokens_per_s", "train/data_wait", "train/memory_gb", "val/seconds")
 LAYERS = (0, 2, 3, 5)  # 5 is the last of the target's 6
 
-TARGET_CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 6,
-    "vocab_size": VOCAB,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
+TARGET_CONFIG = CONFIG
 
 
 def train_cache(
