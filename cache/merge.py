@@ -112,7 +112,12 @@ def _renumbered(cache: Cache, record: CommitRecord, number: int) -> CommitRecord
 def _write_arrays(store: Store, first: Store, manifest: Manifest) -> None:
     specs = array_specs(manifest.identity, manifest.totals.shards)
     for family in sorted({spec.name.split("/")[0] for spec in specs}):
-        store.put(f"{family}/zarr.json", pieces(first, f"{family}/zarr.json"))
+        if (document := first.get(f"{family}/zarr.json")) is None:
+            raise CacheDamaged(
+                f"{first.where(f'{family}/zarr.json')} is missing: mend it first (`dflash verify {first.where()} --repair`, then its "
+                "own command)"
+            )
+        store.put(f"{family}/zarr.json", [document])
     for spec in specs:
         put_array_document(store, spec.name, array_document(first, spec.name), spec.shape[0])
 
