@@ -7,6 +7,7 @@ nobody can tell a dead worker's upload from a living one's, the bucket's own lif
 
 import errno
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import obstore
@@ -26,7 +26,7 @@ from cache.checksum import crc32c
 from cache.object_faults import behind_the_end, endpoint_of, explained, no_bucket
 from cache.spans import Run, Span
 from cache.workspace import TEMPORARY
-from schemas.errors import CacheError, OptionError, StoreFault
+from schemas.errors import CacheError, DflashError, OptionError, StoreFault
 from schemas.records import ObjectRecord
 
 CLIENTS: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
@@ -171,17 +171,20 @@ class ObjectStore:
 
     @contextmanager
     def local(self, keys: Sequence[str]) -> Iterator[Path]:
-        """A temporary folder into which these objects are fetched; it goes with the context."""
-        with TemporaryDirectory(prefix="dflash-") as name:
-            folder = Path(name)
+        """A temporary folder into which these objects are fetched; it goes with the context. DflashError where it has no room."""
+        with self._room():
+            temporary = tempfile.TemporaryDirectory(prefix="dflash-")
+        with temporary as name:
             for key in keys:
                 if (size := self.size(key)) is None:
                     continue
                 spans = [Span(key, start, min(PART_BYTES, size - start)) for start in range(0, size, PART_BYTES)]
-                (folder / key).parent.mkdir(parents=True, exist_ok=True)
-                with open(folder / key, "wb") as file:
-                    file.writelines(self.read(spans))
-            yield folder
+                path = Path(name) / key
+                with self._room():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with open(path, "wb") as file:
+                        file.writelines(self.read(spans))
+            yield Path(name)
 
     def zarr_store(self) -> Any:
         """Through the same client."""
@@ -248,6 +251,19 @@ class ObjectStore:
         finally:
             for future in waiting:
                 future.cancel()
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        # What the disk here refuses is no fault of the cache.
+        try:
+            yield
+        except OSError as fault:
+            if str(fault.filename or "").startswith(self.url):  # an object that is gone
+                raise
+            raise DflashError(
+                f"cannot keep files of {self.url} in {tempfile.tempdir or 'a temporary folder'}: {fault.strerror or fault}: free "
+                "some space there, or let TMPDIR name another folder, then run the same command again"
+            ) from None
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -144,12 +144,14 @@ def _sample_lines(cache: Any, sample: int, width: int) -> list[str]:
 def _tokenizer(cache: Any) -> Any:
     from transformers import AutoTokenizer
 
-    from schemas.errors import CacheDamaged
+    from schemas.errors import CacheDamaged, DflashError
 
     try:
         with cache.target_folder() as folder:
             # An absolute path, since a relative one that is missing would be looked for on the Hub.
             return AutoTokenizer.from_pretrained(folder.absolute())
+    except DflashError:  # an object store that does not answer, or no room for what it gives
+        raise
     except Exception as fault:  # whatever json or tokenizers raise for a file that is missing or torn
         raise CacheDamaged(
             f"{cache.store.where('target')} holds no tokenizer that can be read ({str(fault).splitlines()[0]}): the cache is "

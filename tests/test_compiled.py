@@ -1,5 +1,6 @@
 """`run.compile`: the numbers, names and files of a run that is not compiled, and no end of compiling is no option."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from train_fixtures import Heard, fingerprint, options, stable_lines, tensor_files, train_cache
 
-from schemas.errors import Interrupted, OptionError
+from schemas.errors import DflashError, Interrupted, OptionError
 from schemas.say import Silent
 from train import setup
 from train.batch import Batch, read_batches
@@ -144,18 +145,35 @@ def test_a_run_may_go_on_without_being_compiled(cache: str, tmp_path: Path, monk
     assert list(list_checkpoints(tmp_path / "r" / "checkpoints")) == [3, 6]
 
 
-def test_a_machine_without_a_compiler_is_told_so_before_anything_is_written(
-    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_compiler_is_told_so_before_anything_is_written(cache: str, tmp_path: Path) -> None:
     import torch._inductor.config as config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setattr(config, "force_disable_caches", True)
-    with pytest.raises(
-        OptionError, match=r"run.compile=true: .*/nowhere/g\+\+.*install a C\+\+ compiler.*or leave"
-    ) as caught:
+    rule = r"run.compile=true: .*/nowhere/g\+\+.*install a C\+\+ compiler.*or leave"
+    # Not by monkeypatch, which would leave neither behind for the next test.
+    with (
+        config.patch({"cpp.cxx": ("/nowhere/g++",)}),
+        torch.compiler.config.patch(force_disable_caches=True),
+        pytest.raises(OptionError, match=rule) as caught,
+    ):
         compiled_run(cache, tmp_path / "r")
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_not_taken_for_a_machine_without_a_compiler(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.codecache as codecache
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(codecache, "write_atomic", full)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    rule = r"No space left on device\): free some space in .*/kernels, or let"
+    with torch.compiler.config.patch(force_disable_caches=True), pytest.raises(DflashError, match=rule) as caught:
+        compiled_run(cache, tmp_path / "r")
+    assert not isinstance(caught.value, OptionError) and "g++" not in str(caught.value)
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_signal_that_comes_while_it_compiles_is_not_blamed_on_the_compiler(cache: str, tmp_path: Path) -> None:

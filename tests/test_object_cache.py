@@ -1,8 +1,10 @@
 """A cache in an object store: the same bytes, guarantees and words as on a disk, captured, mended, grown and merged."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from capture import shards as shards_module
 from capture.run import capture, dry_run
 from pipeline.cli import main
 from schemas.arrays import array_specs
-from schemas.errors import CacheDamaged, CacheError
+from schemas.errors import CacheDamaged, CacheError, DflashError
 from schemas.index import PLAN_SCHEMA
 from schemas.options import CaptureOptions
 from schemas.say import Silent
@@ -233,6 +235,30 @@ def test_a_cache_grows_in_an_object_store_as_on_a_disk(s3, folder, target, tmp_p
     assert found.shards == (1,)
     row = found.cache.index.to_pylist()[0]
     assert found.cache.hidden(row["offset"], row["length"], [0]).equal(held.hidden(row["offset"], row["length"], [0]))
+
+
+def test_a_full_temporary_folder_is_not_taken_for_a_damaged_cache(s3, folder, local, monkeypatch, capsys):
+    """Head and tokenizer are fetched into files."""
+
+    def full(*_: object) -> Any:
+        return Path("/dev/full").open("wb")
+
+    url = s3.upload(folder / "local", "full/hs.zarr")
+    cached = open_cache(url)
+    advice = f"cannot keep files of {url} in .*: free some space there, or let TMPDIR name another folder"
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.objects, "open", full, raising=False)
+        with pytest.raises(DflashError, match=advice.replace(".*", ".*No space left on device")) as caught:
+            cached.head()
+        assert not isinstance(caught.value, CacheDamaged)
+        with pytest.raises(SystemExit):
+            main(["inspect", url])
+        assert re.search(advice, capsys.readouterr().err)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
+        with pytest.raises(DflashError, match=advice.replace(".*", ".*nowhere: No such file or directory")):
+            cached.head()
+    assert cached.head().embed_VH.shape[0]
 
 
 def plan_of(held: Cache) -> pa.Table:

@@ -15,7 +15,7 @@ from test_target_kinds import check_files, check_rows, hooked, reference
 
 from cache.read import open_cache
 from capture.run import capture
-from schemas.errors import TargetError
+from schemas.errors import DflashError, TargetError
 from target import gguf as gguf_module
 from target.load import load_target, resolve_target
 
@@ -185,6 +185,14 @@ def test_a_gguf_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
         TargetError, match=r"takes the packages gguf and accelerate: pip install 'dflash-pipeline\[demo\]'"
     ):
         resolve_target(str(tmp_path / "torn.gguf"))
+
+
+def test_a_disk_that_is_full_while_a_gguf_file_is_unpacked_is_not_blamed_on_the_file(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(gguf_module, "_write_config", lambda *_: Path("/dev/full").write_text("{}"))
+    with pytest.raises(DflashError, match=r"No space left on device\): free some space \(TMPDIR") as caught:
+        resolve_target(str(tmp_path / "tiny.gguf"))
+    assert not isinstance(caught.value, TargetError)
 
 
 # Quantised checkpoints

@@ -4,11 +4,15 @@ So a machine that cannot compile is known before training starts, no step waits 
 which batch came first: a resumed run computes with those of the uninterrupted one.
 """
 
+import errno
+import os
+import tempfile
+
 import torch
 
 from draft.blocks import PackedSamples, make_blocks
 from draft.compiled import compiled_halves
-from schemas.errors import OptionError
+from schemas.errors import DflashError, OptionError
 from train.batch import Batch
 from train.step import Learner
 from train.step import accumulate as gradients_of
@@ -21,7 +25,8 @@ BLOCKS, TOKENS = 65, 521
 def compile_layers(learner: Learner, accumulate: int, backend: str = "inductor") -> None:
     """Compile the layers of a draft, in place; its parameters keep their names. Every rank must do it.
 
-    `accumulate` is the number of micro-batches of a step. Raises OptionError where the compiler cannot run.
+    `accumulate` is the number of micro-batches of a step. Raises OptionError where the compiler cannot run, DflashError
+    where the disk is full on which it keeps what it makes.
     """
     # It takes seconds to import.
     from torch._dynamo.exc import TorchDynamoException
@@ -34,7 +39,7 @@ def compile_layers(learner: Learner, accumulate: int, backend: str = "inductor")
         if learner.gradient_sum is not None:
             learner.gradient_sum.finish()
     except TorchDynamoException as fault:
-        raise OptionError(_reason(fault, learner.device)) from fault
+        raise _refusal(fault, learner.device) from fault
     finally:
         learner.draft.zero_grad(set_to_none=True)
 
@@ -48,11 +53,17 @@ def _rehearsal(learner: Learner) -> Batch:
     return Batch(MicroBatch(0, (), StreamState(), False), samples, blocks, 0).to(learner.device)
 
 
-def _reason(fault: Exception, device: torch.device) -> str:
+def _refusal(fault: Exception, device: torch.device) -> DflashError:
     # The first line names the fault; what a compiler had to say stands far below its command.
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    said = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
+    said = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])[:300]
+    if os.strerror(errno.ENOSPC) in str(fault):
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+        return DflashError(
+            f"run.compile=true: torch.compile cannot keep what it makes ({said}): free some space in {folder}, or let "
+            "TORCHINDUCTOR_CACHE_DIR and TMPDIR name other folders, then run the same command again"
+        )
     needs = "a C++ compiler (g++, or what CXX names)" + (" and Triton" if device.type == "cuda" else "")
-    return (
-        f"run.compile=true: torch.compile does not run here ({said[:300]}): install {needs}, or leave run.compile false"
+    return OptionError(
+        f"run.compile=true: torch.compile does not run here ({said}): install {needs}, or leave run.compile false"
     )
