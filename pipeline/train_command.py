@@ -147,9 +147,19 @@ def go_on(words: Sequence[str], out: str) -> str:
 def train_options(
     config: str | None, settings: Sequence[Setting], flags: Sequence[Setting], swept: Sequence[Setting] = ()
 ) -> TrainOptions:
-    """Defaults, then --config, then --set, then flags, then a point of a sweep. Raises OptionError."""
+    """Defaults, then --config, then --set, then flags, then a point of a sweep. Raises OptionError, naming where a value came from."""
     data = merge(read_yaml(config) if config else {}, [*settings, *flags, *swept])
-    return parse(TrainOptions, data, config or "train", OptionError)
+    typed = {".".join(path): "--set " + ".".join(path) for path, _ in settings}
+    typed |= {".".join(path): f"--{path[-1] if path[-1] != 'kind' else 'draft'}" for path, _ in flags}
+    typed |= {".".join(path): "--sweep " + ".".join(path) for path, _ in swept}
+
+    def named(key: str) -> str:
+        # A list's item was typed with the list; of a section some may have been typed and some stand in the file.
+        word = next((word for path, word in typed.items() if f"{key}.".startswith(f"{path}.")), None)
+        section = any(path.startswith(f"{key}.") for path in typed)
+        return word or (f"{config}: {key}" if config and not section else key)
+
+    return parse(TrainOptions, data, "", OptionError, named)
 
 
 def flags_of(

@@ -67,7 +67,7 @@ def test_every_command_has_help(command, capsys):
         (["train", "--cache", "x", "--set", "optim.lr"], "section.key=value"),
         (["train", "--cache", "x", "--set", "optim.speed=3"], "optim.speed: unknown key"),
         (["train", "--cache", "x", "--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["train", "--cache", "x", "--draft", "eagle"], "draft.kind"),
+        (["train", "--cache", "x", "--draft", "eagle"], "--draft: Input should be 'dflash'"),
         (["evaluate", "--draft", "x"], "evaluate needs --cache"),
         (["evaluate", "--draft", "nowhere", "--cache", "y"], "nowhere"),
         (["evaluate", "--draft", "x", "--target", "t"], "--prompts or --cache"),
@@ -128,6 +128,27 @@ def test_options_of_a_run_in_order_of_precedence(tmp_path):
     assert (options.draft.kind, options.draft.num_layers) == ("dflash2", 3)
     assert (options.optim.lr, options.run.log_every) == (0.001, 9)
     assert (options.run.steps, options.run.epochs, options.run.layers) == (50, None, (1, 3))
+
+
+def test_a_wrong_value_is_blamed_on_where_it_was_given(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {epochs: 4}\noptim: {lr: fast}\n")
+
+    def blamed(*texts, flags=(), swept=(), config=str(path)):
+        settings = [read_setting(text) for text in texts]
+        with pytest.raises(OptionError) as caught:
+            train_options(config, settings, flags, swept)
+        return str(caught.value)
+
+    assert blamed().startswith(f"{path}: optim.lr: Input should be a valid number (got 'fast')")
+    assert blamed("optim.lr=1e-3", "run.precision=bf16").startswith("--set run.precision: Input should be 'auto'")
+    assert blamed("optim.lr=1e-3", "optim.betas=[1, x]").startswith("--set optim.betas: Input should be less than 1")
+    assert blamed("nope.x=1", config=None) == "nope: unknown key; remove it or correct its name"
+    assert blamed(flags=flags_of("foo", None, None, None, None), config=None).startswith("--draft: Input should be")
+    assert blamed(flags=flags_of(None, None, 0, None, None), config=None).startswith("--steps: Input should be")
+    assert blamed(swept=[(["optim", "lr"], "x")]).startswith("--sweep optim.lr: Input should be a valid number")
+    both = blamed("optim.lr=1e-3", "run.steps=3")
+    assert both == "run: steps and epochs are two ways to say how long: give one"
 
 
 def test_resume_may_stand_without_a_value():
