@@ -93,11 +93,22 @@ def _by_decoding(options: EvaluateOptions, say: Say) -> dict[str, Any]:
         prompts = file_prompts(reference, options.prompts, options.limit)
     target = load_target(reference, options.dtype, options.device, options.attn)
     check_shapes(draft, target)
+    dtype = str(target.dtype).removeprefix("torch.")
+    if cache is not None and (held := cache.manifest.identity.dtype) != dtype:
+        say.warn(
+            f"{options.cache} was captured in {held}, the target decodes in {dtype}: answers, and so walk and decoded, differ by "
+            f"rounding (--dtype {held} decodes as it was captured)"
+        )
     codec = cache.codec if cache is not None and options.through_codec else None
     eos = eos_ids(reference, load_tokenizer(reference))
     figures = decode_prompts(
         draft, target, prompts, options.max_new_tokens, eos, codec=codec, lengths=options.lengths, say=say
     )
+    if dtype != "float32" and figures["lossless"]["equal"] < figures["lossless"]["prompts"]:
+        say.note(
+            f"in {dtype} a block of tokens rounds otherwise than one token, so answers may part where two tokens are all but equal: "
+            "--dtype float32 tells that from a fault"
+        )
     where = {"cache": options.cache, "split": options.split} if cache is not None else {"prompts": options.prompts}
     return {"target": reference.name, **where, "max_new_tokens": options.max_new_tokens, **figures}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -99,6 +100,11 @@ def test_decoding_prompts_of_a_file(folder, tiny_chat):
     figures = json.loads((folder / "file.json").read_text())
     assert figures["lossless"] == {"equal": 3, "prompts": 3}
     assert figures["prompts"] == "prompts.jsonl"
+    coarse = dflash("evaluate", "--draft", "runs/short", "--target", tiny_chat, "--dtype", "bfloat16", "--cache", "hs.zarr",
+                    "--max-new-tokens", "48", "--limit", "9", cwd=folder)  # fmt: skip
+    assert "hs.zarr was captured in float32, the target decodes in bfloat16" in coarse
+    equal, prompts = map(int, re.search(r"lossless +(\d+) of (\d+) prompts", coarse).groups())
+    assert (equal < prompts) == ("in bfloat16 a block of tokens rounds otherwise than one token" in coarse)
     idle = dflash(
         "evaluate", "--draft", "runs/short", "--cache", "hs.zarr", "--limit", "2", "--no-through-codec", cwd=folder
     )
