@@ -5,12 +5,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from types import FrameType
 
 import typer
 
 from pipeline import capture_commands, convert_command, measure_commands, train_command
 from pipeline.launch import launched
+from pipeline.signals import none_lost, stop
 from schemas.errors import Bystander, DflashError, Interrupted
 
 app = typer.Typer(
@@ -49,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (sys.stderr.isatty() and first):
         # Libraries draw bars of their own, which a log holds as one endless line, and every process would draw its own.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     words = with_resume_value([word for word in given if word != "--debug"])
     try:
-        code = app(words, prog_name="dflash", standalone_mode=False, obj=given)
+        with none_lost():
+            code = app(words, prog_name="dflash", standalone_mode=False, obj=given)
         if code == INTERRUPTED:  # typer turns Ctrl-C into a silent code
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
@@ -87,11 +88,6 @@ def with_resume_value(words: Sequence[str]) -> list[str]:
         if word == "--resume" and following.startswith("--"):
             filled.append(train_command.NEWEST)
     return filled
-
-
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    # Training takes the signal over while it can save; every other command keeps on disk what it has done.
-    raise Interrupted("stopped by SIGTERM: the same command goes on where it stopped")
 
 
 def _fail(message: str, code: int, debug: bool) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 from cache_fixtures import make_cache
@@ -12,8 +13,9 @@ from cache_fixtures import make_cache
 from pipeline.arguments import layer_list, merge, read_setting
 from pipeline.cli import main, with_resume_value
 from pipeline.compare import compare_text
+from pipeline.signals import none_lost, stop
 from pipeline.train_command import flags_of, train_options
-from schemas.errors import OptionError
+from schemas.errors import Interrupted, OptionError
 
 
 def run(*words: str, code: int, capsys) -> tuple[str, str]:
@@ -224,3 +226,31 @@ def test_a_capture_that_is_stopped_says_how_to_go_on(tmp_path, tiny_chat, number
     assert err.strip().splitlines()[-1].startswith("error: ")
     assert "the same command goes on" in err
     assert not list((tmp_path / "hs.zarr").glob(".tmp-*/*")), "no unfinished object is left"
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "kind"),
+    [(signal.SIGTERM, stop, Interrupted), (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt)],
+)
+def test_a_signal_that_comes_while_something_is_freed_is_not_lost(number, handler, kind, capsys):
+    """What raises there is printed and forgotten: the command went on."""
+
+    class Freed:
+        pass
+
+    seen = []
+
+    def work():
+        freed = Freed()
+        weakref.finalize(freed, lambda: (seen.append(1), signal.raise_signal(number)))
+        del freed
+        assert seen, "it was raised, and nothing happened yet"
+        time.sleep(30)
+
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(kind), none_lost():
+            work()
+    finally:
+        signal.signal(number, before)
+    assert "Exception ignored" not in capsys.readouterr().err
