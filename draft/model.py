@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draft.attention import Attend, Layout, Pair, layout_of, split_attention
+from draft.attention import Attend, Layout, Pair, layout_of
 from draft.blocks import Blocks
 from draft.convolution import BlockConvolution
 from draft.flex import flex_attention_of
@@ -17,6 +17,7 @@ from draft.linear import linear
 from draft.norm import RMSNorm
 from draft.rotary import Rotary, rotate
 from draft.selector import CandidateSelector
+from draft.split import split_attention
 from schemas.draft import DraftConfig
 from schemas.errors import DraftError
 
@@ -210,7 +211,7 @@ class Draft(nn.Module):
         # A block whose context is all there is (decoding) has nothing to skip.
         if self.attention == "flex" and not layout.whole:
             return flex_attention_of(layout, window, causal)
-        return split_attention(layout, window, self.config.num_attention_heads, self.fc.weight.dtype, causal)
+        return split_attention(layout, window, self.config.num_attention_heads, causal)
 
     def _trunk(self) -> Iterator[Layer]:
         for layer in self.layers:

@@ -138,7 +138,7 @@ def naive_attention(
 
 def naive_forward(draft: Draft, samples: PackedSamples, embeds_NBH: Tensor, blocks: Blocks) -> Tensor:
     """States [N, B, H] of every block, each computed alone from its own sample's rows before its anchor."""
-    weights = {key: value.detach().double() for key, value in draft.state_dict().items()}
+    weights = {key: value.double() for key, value in draft.state_dict(keep_vars=True).items()}
     config, own = draft.config, draft.config.dflash_config
     starts = [sum(samples.lengths[:index]) for index in range(len(samples.lengths))]
     output = []

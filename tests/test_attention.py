@@ -4,8 +4,9 @@ import pytest
 import torch
 from reference import MASK, assert_near, lively_draft, naive_forward, random_head, random_samples, small_config
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from draft import attention
+from draft import split
 from draft.attention import layout_of
 from draft.blocks import PackedSamples, anchors_of, block_inputs, make_blocks
 from draft.model import Draft
@@ -120,12 +121,18 @@ def test_scores_are_linear_in_blocks_times_context() -> None:
 def test_a_chunk_reads_no_more_context_than_its_blocks_see(
     monkeypatch: pytest.MonkeyPatch, window: int | None, rows: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(attention, "CPU_VALUES", 1)
+    monkeypatch.setattr(split, "CPU_VALUES", 1)
     layout = layout_of(LENGTHS, make_blocks(random_samples(LENGTHS), torch.tensor([2, 8, 9, 30]), 4))
     assert layout.blocks == (2, 1, 0, 1) and layout.relative_N.tolist() == [2, 8, 0, 6]
-    chunks = list(attention._chunks(layout, window, 1, torch.float32))
+    chunks = list(split._chunks(layout, window, 1))
     assert [(chunk.rows.start, chunk.rows.stop) for chunk in chunks] == rows
     assert [(chunk.blocks.start, chunk.blocks.stop) for chunk in chunks] == [(n, n + 1) for n in range(4)]
+
+
+def gradients(draft: Draft, states: Tensor) -> list[Tensor]:
+    """Of all parameters that the states depend on."""
+    of = [p for name, p in draft.named_parameters() if not name.startswith("candidate_selector")]
+    return list(torch.autograd.grad((states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum(), of))
 
 
 def gradients_of(draft: Draft, samples: PackedSamples, anchors: Tensor) -> list[Tensor]:
@@ -133,31 +140,48 @@ def gradients_of(draft: Draft, samples: PackedSamples, anchors: Tensor) -> list[
     blocks = make_blocks(samples, anchors, draft.config.block_size)
     embeds = random_head().embed(block_inputs(samples, blocks, MASK))
     states = draft(samples.hidden_TLH, samples.lengths, embeds, blocks)
-    named = {name: p for name, p in draft.named_parameters() if not name.startswith("candidate_selector")}
-    found = torch.autograd.grad(
-        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum(), list(named.values())
-    )
-    return [states.detach(), *found]
+    return [states.detach(), *gradients(draft, states)]
 
 
+@pytest.mark.parametrize("values", [300, split.CPU_VALUES])
 @pytest.mark.parametrize("window", [None, 5])
-def test_chunks_and_recomputation_change_nothing_but_rounding(
-    monkeypatch: pytest.MonkeyPatch, window: int | None
+def test_gradients_are_those_of_every_block_alone(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, values: int
 ) -> None:
+    monkeypatch.setattr(split, "CPU_VALUES", values)
     draft, samples = lively_draft(small_config("dflash2", window)), random_samples(LENGTHS)
-    anchors = anchors_of(samples, 4)
-    expected = gradients_of(draft, samples, anchors)
-    monkeypatch.setattr(attention, "CPU_VALUES", 300)
-    chunked = gradients_of(draft, samples, anchors)
-    monkeypatch.setattr(attention, "KEPT_VALUES", 0)
-    again = gradients_of(draft, samples, anchors)
-    for one, two, three in zip(expected, chunked, again, strict=True):
-        assert_near(two, one)
-        assert torch.equal(two, three)
+    blocks = make_blocks(samples, anchors_of(samples, 4), 4)
+    embeds = random_head().embed(block_inputs(samples, blocks, MASK))
+    found = gradients_of(draft, samples, blocks.anchor_N)[1:]
+    expected = gradients(draft, naive_forward(draft, samples, embeds, blocks))
+    assert all(each.abs().max() > 0 for each in expected)
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other)
 
 
-def test_recomputation_keeps_nothing_of_the_size_of_blocks_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that the backward pass keeps, for a context twice as long with the same blocks: more by what the context alone needs."""
+def test_in_bfloat16_gradients_of_shared_context_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred blocks see the same context, each in a chunk of its own: the error stays that of one block's products."""
+    monkeypatch.setattr(split, "CPU_VALUES", 1)
+    generator = torch.Generator().manual_seed(0)
+    layout = layout_of((300,), make_blocks(random_samples((300,)), torch.arange(150, 250), 4))
+    shapes = [(100, 4, 4, 8), *[(100, 4, 2, 8)] * 2, *[(300, 2, 8)] * 2]
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+    def found() -> list[Tensor]:
+        query, own_key, own_value, key, value = inputs
+        output = split.split_attention(layout, None, 4)(query, (own_key, own_value), (key, value))
+        return list(torch.autograd.grad(output.float().square().sum(), inputs))
+
+    exact = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = found()
+    assert all(each.dtype == torch.float32 for each in rounded)
+    errors = [float((one - other).norm() / other.norm()) for one, other in zip(rounded, exact, strict=True)]
+    assert max(errors) < 0.02 and max(errors[3:]) < 0.01
+
+
+def test_the_backward_pass_keeps_nothing_of_the_size_of_blocks_times_context() -> None:
+    """Values that it keeps, for a context twice as long with the same blocks: more by what the context alone needs."""
     draft = lively_draft(small_config("dflash2"))
 
     def kept(length: int) -> int:
@@ -175,9 +199,28 @@ def test_recomputation_keeps_nothing_of_the_size_of_blocks_times_context(monkeyp
         return sum(seen.values())
 
     scores = 56 * 4 * 4 * 300  # blocks x slots x heads x context, of one layer
-    assert kept(600) - kept(300) > 2 * scores, "the scores are not kept: the test shows nothing"
-    monkeypatch.setattr(attention, "KEPT_VALUES", 0)
-    assert kept(600) - kept(300) < scores / 2
+    assert 0 < kept(600) - kept(300) < scores / 2
+
+
+def test_the_work_of_a_pack_is_that_of_its_samples() -> None:
+    """Values computed there and back for four times the samples: four times as many, not sixteen."""
+    draft = lively_draft(small_config())
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        values = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            output = function(*args, **(kwargs or {}))
+            self.values += sum(each.numel() for each in tree_leaves(output) if isinstance(each, Tensor))
+            return output
+
+    def values(count: int) -> int:
+        samples = random_samples((10,) * count)
+        with Count() as counted:
+            gradients_of(draft, samples, anchors_of(samples, 4))
+        return counted.values
+
+    assert values(160) < 4.2 * values(40)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -188,7 +231,7 @@ def test_causal_blocks_see_their_earlier_slots_alone(causal: bool) -> None:
     own = (torch.randn(1, 4, 2, 8, generator=generator), torch.randn(1, 4, 2, 8, generator=generator))
     context = (torch.randn(6, 2, 8, generator=generator), torch.randn(6, 2, 8, generator=generator))
     layout = layout_of((6,), make_blocks(random_samples((6,)), torch.tensor([3]), 4))
-    found = attention.split_attention(layout, None, 4, torch.float32, causal)(query, own, context).view(4, 4, 8)
+    found = split.split_attention(layout, None, 4, causal)(query, own, context).view(4, 4, 8)
     for slot in range(4):
         last = slot + 1 if causal else 4
         for head in range(4):

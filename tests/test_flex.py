@@ -12,8 +12,9 @@ from test_attention import LENGTHS, gradients_of
 from torch import Tensor
 
 from draft import flex
-from draft.attention import Layout, layout_of, split_attention
+from draft.attention import Layout, layout_of
 from draft.blocks import anchors_of, make_blocks
+from draft.split import split_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 
@@ -57,7 +58,7 @@ def test_flex_is_the_split(lengths: list[int], size: int, extra: int | None, cau
     query, own, context = inputs(layout)
     leaves = (query, *own, *context)
     found = flex.flex_attention_of(layout, window, causal)(query, own, context)
-    expected = split_attention(layout, window, 4, torch.float32, causal)(query, own, context)
+    expected = split_attention(layout, window, 4, causal)(query, own, context)
     assert_near(found.detach(), expected.detach(), 1e-5)
     direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     ours, theirs = (torch.autograd.grad(output, leaves, direction, allow_unused=True) for output in (found, expected))
