@@ -209,7 +209,7 @@ def matches(draft: Draft, head: TargetHead, samples: PackedSamples, blocks: Bloc
         if not len(going):
             break
         # What was drafted for the slot before is the true token there, or the block would not go on.
-        proposal = propose(draft, head, hidden_NBH[going, slot - 1 : slot + 1], label_NB[going, slot - 1])
+        proposal = propose(draft, head.logits, hidden_NBH[going, slot - 1 : slot + 1], label_NB[going, slot - 1])
         going = going[proposal.token[:, 0] == label_NB[going, slot]]
         taken_N[going] += 1
     return taken_N

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from cache.head import TargetHead
 from draft.model import new_draft
 from draft.selector import CandidateSelector
+from draft.sliced_head import slice_rows
 from schemas.draft import DraftConfig
 from train.loss import Slots, dflash2_loss
-from train.slices import slice_rows
 
 HIDDEN, VOCAB, BLOCK, LAYERS, MASK = 576, 49_152, 16, (1, 9, 17), 49_151
 

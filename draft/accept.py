@@ -18,13 +18,12 @@ from draft.attention import Pair, layout_of
 from draft.blocks import Blocks, PackedSamples, anchors_of, block_inputs, block_labels, block_valid, make_blocks
 from draft.model import Draft
 from draft.propose import Proposal, propose
+from draft.sliced_head import SlicedHead, cross_entropy_, slice_rows
 from draft.walk import figure_of, walk_lengths
 from schemas.errors import CacheError
 from schemas.say import Say, Silent
 
 PACKED_TOKENS = 8192
-# Logits of a slice of blocks, as float32 values.
-SLICE_VALUES = 1 << 23
 
 
 @dataclass
@@ -138,29 +137,39 @@ def _slices(
     if not len(anchor_N):
         return
     context = draft.context_of(samples.hidden_TLH, samples.lengths)
-    step = max(1, SLICE_VALUES // ((draft.config.block_size - 1) * draft.config.vocab_size))
+    drafted = draft.config.block_size - 1
+    step = max(1, slice_rows(draft.config.vocab_size, anchor_N.device) // drafted)
+    sliced = SlicedHead(head, min(step, len(anchor_N)) * drafted)
     for part_N in torch.split(anchor_N, step):
-        yield _measure(draft, head, samples, context, make_blocks(samples, part_N, draft.config.block_size))
+        yield _measure(draft, sliced, samples, context, make_blocks(samples, part_N, draft.config.block_size))
 
 
 def _measure(
-    draft: Draft, head: TargetHead, samples: PackedSamples, context: list[Pair], blocks: Blocks
+    draft: Draft, sliced: SlicedHead, samples: PackedSamples, context: list[Pair], blocks: Blocks
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     input_NB = block_inputs(samples, blocks, draft.config.dflash_config.mask_token_id)
-    hidden_NBH = draft.over_context(head.embed(input_NB), context, layout_of(samples.lengths, blocks))
-    proposal = propose(draft, head, hidden_NBH, input_NB[:, 0])
+    hidden_NBH = draft.over_context(sliced.head.embed(input_NB), context, layout_of(samples.lengths, blocks))
+    proposal = propose(draft, sliced.logits, hidden_NBH, input_NB[:, 0])
     labels_NB = block_labels(samples, blocks)
     label_NB, valid_NB = labels_NB[:, 1:], block_valid(samples, blocks)[:, 1:]
     counts = {
         "valid_B": valid_NB.sum(0),
         "correct_B": ((proposal.token == label_NB) & valid_NB).sum(0),
         "backbone_correct_B": ((proposal.backbone == label_NB) & valid_NB).sum(0),
-        "base_loss": F.cross_entropy(proposal.logits[valid_NB], label_NB[valid_NB], reduction="sum").double(),
     }
     if proposal.candidate is not None:
         counts |= _selector_counts(draft, proposal, hidden_NBH[:, 1:], labels_NB, valid_NB)
+    counts["base_loss"] = _losses_(proposal, label_NB)[valid_NB].sum().double()
     accepted = [accepted_lengths(tokens, label_NB, valid_NB) for tokens in (proposal.token, proposal.backbone)]
     return accepted[0], accepted[1], counts
+
+
+def _losses_(proposal: Proposal, label_NB: Tensor) -> Tensor:
+    """Cross-entropy [N, B-1] of the backbone; the logits are lost."""
+    best_NB1 = proposal.backbone[..., None]
+    top_NB1 = proposal.logits.gather(2, best_NB1)
+    flat = (part.flatten(0, 1) for part in (proposal.logits, label_NB[..., None], top_NB1, best_NB1))
+    return cross_entropy_(*flat).view_as(label_NB)
 
 
 def _selector_counts(

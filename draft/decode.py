@@ -107,7 +107,7 @@ def decode_speculative(
         tokens = [int(verified)]
         while not _ended(tokens, max_new_tokens, eos):
             hidden_1BH = context.block(torch.cat([head.embed(verified), masks]))
-            drafted = propose(draft, head, hidden_1BH, verified).token[0]
+            drafted = propose(draft, head.logits, hidden_1BH, verified).token[0]
             block = torch.cat([verified, drafted])
             checked = target.model(input_ids=block[None], **cached).logits[0].argmax(-1)
             matches = int((drafted == checked[:-1]).int().cumprod(0).sum())

@@ -3,11 +3,11 @@
 N blocks, B block size, H hidden, V vocabulary, K candidates.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.head import TargetHead
 from draft.model import Draft
 
 
@@ -24,11 +24,13 @@ class Proposal:
     logits: Tensor
 
 
-def propose(draft: Draft, head: TargetHead, hidden_NBH: Tensor, verified_N: Tensor) -> Proposal:
-    """Greedy tokens for blocks whose states after the final norm are `hidden_NBH` and whose slot 0 holds `verified_N`."""
-    # Of states that lie apart torch makes a product for each block and reads the head's weights every time: several times slower.
-    drafted_NBH = hidden_NBH[:, 1:].contiguous()
-    logits_NBV = head.logits(drafted_NBH).float()
+def propose(draft: Draft, logits_of: Callable[[Tensor], Tensor], hidden_NBH: Tensor, verified_N: Tensor) -> Proposal:
+    """Greedy tokens for blocks whose states after the final norm are `hidden_NBH` and whose slot 0 holds `verified_N`.
+
+    `logits_of` are the target's logits of states [R, H].
+    """
+    drafted_NBH = hidden_NBH[:, 1:]
+    logits_NBV = logits_of(drafted_NBH.flatten(0, 1)).float().view(*drafted_NBH.shape[:2], -1)
     backbone_NB = logits_NBV.argmax(-1)
     if draft.candidate_selector is None:
         return Proposal(backbone_NB, backbone_NB, None, logits_NBV)

@@ -131,7 +131,7 @@ def test_evaluation_is_every_block_alone(kind: str, monkeypatch: pytest.MonkeyPa
         made.candidate_selector.successor_codebook *= 3
     lengths = (13, 1, 18, 11)
     samples = two_token_samples(lengths)
-    monkeypatch.setattr(draft.accept, "SLICE_VALUES", 3 * 41 * 7)
+    monkeypatch.setattr(draft.accept, "slice_rows", lambda *_: 7)
     found = evaluate_samples(made, head, [(["a", "b", "c", "d"], samples)], lengths=True)
     expected = naive_evaluation(made, head, samples)
     accepted = list(expected["lengths"].values())

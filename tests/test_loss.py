@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cache.head import TargetHead
 from draft.selector import CandidateSelector
-from train.loss import Slots, cross_entropy_, dflash2_loss, dflash_loss
+from draft.sliced_head import cross_entropy_
+from train.loss import Slots, dflash2_loss, dflash_loss
 
 ROWS = 7
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft.blocks import Blocks, PackedSamples, anchors_of, block_inputs, block_labels, block_valid, make_blocks
 from draft.model import Draft
+from draft.sliced_head import SlicedHead
 from schemas.options import LossOptions
 from train.objective import base_weight, objective, resolve_gamma, slot_weights, total_loss
-from train.slices import SlicedHead
 
 LENGTHS = (13, 18, 11)
 OPTIONS = LossOptions(gamma=2.0, selector_weight=0.7)

@@ -8,11 +8,11 @@ from torch import Tensor
 from train_fixtures import options, train_cache
 
 from draft.blocks import block_valid
+from draft.sliced_head import SlicedHead
 from schemas.say import Silent
 from train.batch import Batch, read_batches
 from train.loss import Measured
 from train.setup import Job, prepare
-from train.slices import SlicedHead
 from train.step import accumulate
 from train.stream import MicroBatch, StreamState
 

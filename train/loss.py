@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cache.head import TargetHead
 from draft.selector import CandidateSelector
+from draft.sliced_head import cross_entropy_
 from train.slices import candidates_backward, through_head
 
 
@@ -110,17 +111,3 @@ def dflash2_loss(slots: Slots, head: TargetHead, rows: int, selector: CandidateS
     selector_gradient_RH += candidates_backward(head, candidate_RK, unary_RK, score_gradient_RK)
     slot_gradients = {"base_loss": base_gradient_RH.mul_(weight_R[:, None]), "selector_loss": selector_gradient_RH}
     return Measured(sums, hits, slot_gradients, {"selector_loss": parameters})
-
-
-def cross_entropy_(logits_rV: Tensor, label_r1: Tensor, top_r1: Tensor, best_r1: Tensor) -> Tensor:
-    """Cross-entropy [r] of each row's label, given each row's largest logit and where it is; its gradient replaces the logits.
-
-    The gradient is softmax - one-hot. The loss comes from the probability of the largest logit, which is at least 1 / V, and not
-    of the label, which may be too small for a float32.
-    """
-    label_logit_r1 = logits_rV.gather(1, label_r1)
-    # Each row is read in full before any of it is written: in place, and a third of the time that a fresh result takes.
-    torch.softmax(logits_rV, -1, out=logits_rV)
-    loss_r1 = (top_r1 - label_logit_r1) - logits_rV.gather(1, best_r1).log()
-    logits_rV.scatter_add_(1, label_r1, torch.full_like(loss_r1, -1.0))
-    return loss_r1[:, 0]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from cache.head import TargetHead
 from draft.blocks import Blocks, PackedSamples, block_inputs, block_labels, block_predecessors, block_valid
 from draft.model import Draft
+from draft.sliced_head import slice_rows
 from schemas.options import LossOptions
 from train.loss import Measured, Slots, dflash2_loss, dflash_loss
-from train.slices import slice_rows
 
 Sums = dict[str, Tensor]
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
