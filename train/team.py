@@ -25,10 +25,11 @@ Value = TypeVar("Value")
 # Nobody waits longer for a rank that says nothing: for one that was killed where no launcher ends the others.
 PATIENCE = timedelta(minutes=30)
 FAILED, FAULTS, HEARD = "failed", "faults", "heard"
-HEAR_SECONDS = 2.0
-WATCH_SECONDS = 1.0
+WATCH_SECONDS = 0.5
+# For those who are asked to hear why one of them stops: on a busy machine threads wait for seconds.
+HEAR_SECONDS = 10.0
 # For a process to notice by itself that another has failed, before it is ended in the middle of waiting for it.
-LEAVE_SECONDS = 10.0
+LEAVE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -89,19 +90,20 @@ def assemble(ranks: Ranks, device: str) -> Iterator[Team]:
         yield Team(ranks, resolve_device(device, ranks))
         return
     store = meet(ranks, "train")
+    watch = _Watch(store)
     try:
-        place = resolve_device(device, ranks)
-        if place.index is not None:
-            torch.cuda.set_device(place)
-        backend = "nccl" if place.type == "cuda" else "gloo"
-        group_store = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=group_store, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE)
-        with _Watch(store):
+        with watch:
+            place = resolve_device(device, ranks)
+            if place.index is not None:
+                torch.cuda.set_device(place)
+            backend = "nccl" if place.type == "cuda" else "gloo"
+            own = dist.PrefixStore("group", store)
+            dist.init_process_group(backend, store=own, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE)
             yield Team(ranks, place)
     except (Interrupted, KeyboardInterrupt):
         raise
     except BaseException as fault:
-        reason = _reason(store, ranks, fault)
+        reason = watch.reason or _reason(store, ranks, fault)
         if reason is None:
             _let_hear(store, ranks)
             raise
@@ -111,7 +113,12 @@ def assemble(ranks: Ranks, device: str) -> Iterator[Team]:
 
 
 class _Watch:
-    """Ends this process where another has failed and it does not notice, as inside a sum on a GPU that will never be complete."""
+    """Hears why another process has failed, while this one may be waiting for it, and ends this one where it does not notice.
+
+    (It does not inside a sum on a GPU that will never be complete.) `reason` is what was heard.
+    """
+
+    reason: str | None = None
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self._over = store, threading.Event()
@@ -130,6 +137,7 @@ class _Watch:
             with suppress(RuntimeError):
                 if not self._store.check([FAILED]):
                     continue
+                self.reason = _heard(self._store)
             if not self._over.wait(LEAVE_SECONDS):
                 os._exit(Bystander.exit_code)
 
@@ -145,10 +153,14 @@ def _reason(store: dist.Store, ranks: Ranks, fault: BaseException) -> str | None
             store.set(FAILED, f"process {ranks.rank} stopped: {what}")
             return None
         if store.check([FAILED]):
-            why = str(store.get(FAILED).decode())
-            store.add(HEARD, 1)
-            return why
+            return _heard(store)
     return f"another process is gone ({lost}): go on with --resume"
+
+
+def _heard(store: dist.Store) -> str:
+    why = str(store.get(FAILED).decode())
+    store.add(HEARD, 1)
+    return why
 
 
 def _let_hear(store: dist.Store, ranks: Ranks) -> None:
