@@ -10,19 +10,21 @@ from cache.layout import is_ours
 from cache.rows import read_rows
 from cache.spans import Span
 from cache.store import Store
+from cache.target_files import CONFIG, HEAD, file_fault, target_checksums
 from schemas.arrays import ArraySpec, array_specs
 from schemas.errors import CacheDamaged
 from schemas.manifest import Manifest, TargetIdentity
 
-CONFIG, HEAD = "target/config.json", "target/head.safetensors"
 # A safetensors file: the length of its header (8 bytes), the header (JSON), the tensors.
 LENGTH_BYTES = 8
+# What is looked at whole is read so many bytes at a time.
+PIECE_BYTES = 8 << 20
 # No header of three tensors is longer.
 MOST_HEADER_BYTES = 1 << 20
 
 
-def document_faults(store: Store, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of each that is missing or not what the manifest says. Reads the documents, not the tensors."""
+def document_faults(store: Store, manifest: Manifest, deep: bool) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) of each that is missing or not what the manifest says; of the head its header, all of it where `deep`."""
     target = manifest.identity.target
     if (config := store.get(CONFIG)) is None:
         yield CONFIG, "missing"
@@ -30,8 +32,16 @@ def document_faults(store: Store, manifest: Manifest) -> Iterator[tuple[str, str
         yield CONFIG, f"has sha256 {found[:16]}, the target's had {target.config_sha256[:16]}"
     if (size := store.size(HEAD)) is None:
         yield HEAD, "missing"
-    elif (what := _head_fault(store, size, target)) is not None:
-        yield HEAD, what
+    else:
+        what = _head_fault(store, size, target)
+        if what is None and deep:
+            what = file_fault(manifest, HEAD, _pieces(store, HEAD, size))
+        if what is not None:
+            yield HEAD, what
+    others = sorted(target_checksums(manifest).keys() - {CONFIG, HEAD})
+    for key, data in zip(others, store.get_each(others), strict=True):
+        if (what := "missing" if data is None else file_fault(manifest, key, [data])) is not None:
+            yield key, what
     specs = array_specs(manifest.identity, manifest.totals.shards)
     groups = sorted({spec.name.split("/")[0] for spec in specs})
     for name, data in zip(groups, _documents(store, groups), strict=True):
@@ -125,6 +135,10 @@ def _head_fault(store: Store, size: int, target: TargetIdentity) -> str | None:
         if shapes.get(name) != shape:
             return f"lacks {name}" if name not in shapes else f"{name} has shape {shapes[name]}, the target's {shape}"
     return None
+
+
+def _pieces(store: Store, key: str, size: int) -> Iterator[memoryview]:
+    return store.read([Span(key, at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)])
 
 
 def _safetensors_header(store: Store, size: int) -> tuple[dict[str, Any], int]:

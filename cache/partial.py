@@ -16,6 +16,7 @@ from cache.layout import read_root
 from cache.plan import PLAN, Plan
 from cache.read import Cache, cache_of, open_cache
 from cache.store import Store, open_store
+from cache.target_files import HEAD
 from cache.write import is_committed, object_sizes, read_records
 from schemas.arrays import array_specs
 from schemas.errors import CacheError
@@ -42,7 +43,7 @@ def open_partial(path: str, layers: Sequence[int] | None = None) -> Partial:
     if manifest.complete:
         return Partial(open_cache(path, layers), None, planned)
     shards = committed_shards(store, manifest)
-    if not shards or store.size("target/head.safetensors") is None:
+    if not shards or store.size(HEAD) is None:
         raise CacheError(
             f"{path}: none of {planned} shards is committed yet: wait for the capture, or "
             f"{way_to_mend(manifest)} if it has stopped"

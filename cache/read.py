@@ -30,13 +30,13 @@ from cache.layout import is_ours, read_channels, read_root
 from cache.plain import PlainReader
 from cache.rows import read_rows
 from cache.store import Store, open_store
+from cache.target_files import CONFIG, HEAD, file_fault
 from cache.write import object_sizes, read_records
 from schemas.arrays import ArraySpec, array_specs
 from schemas.errors import CacheDamaged, CacheError
 from schemas.manifest import Manifest
 from schemas.records import record_name
 
-HEAD = "target/head.safetensors"
 TOKENS = ("tokens/input_ids", "tokens/loss_mask")
 # After its first reading a chunk is verified at every so many-th.
 VERIFY_EVERY = 16
@@ -87,13 +87,13 @@ class Cache:
     @cached_property
     def target_config(self) -> dict[str, Any]:
         """The target's config.json."""
-        data = self.store.get("target/config.json")
+        data = self.store.get(CONFIG)
         if data is None:
-            raise CacheDamaged(f"{self.path}/target/config.json is missing: capture again")
+            raise CacheDamaged(f"{self.path}/{CONFIG} is missing: capture again")
         try:
             config: dict[str, Any] = json.loads(data)
         except ValueError as fault:
-            raise CacheDamaged(f"{self.path}/target/config.json is not JSON ({fault}): capture again") from None
+            raise CacheDamaged(f"{self.path}/{CONFIG} is not JSON ({fault}): capture again") from None
         return config
 
     def samples(self, spans: Sequence[tuple[int, int]], layers: Sequence[int]) -> tuple[Tensor, Tensor, PackedStates]:
@@ -168,9 +168,13 @@ class Cache:
         """The target's embedding and head in float32, with its scales."""
         try:
             with self.store.local([HEAD]) as folder:
-                weights = load_file(folder / HEAD)
-        except (OSError, SafetensorError) as fault:
+                # Looked at as a whole first: nothing else would tell a wrong number from a right one.
+                what = file_fault(self.manifest, HEAD, [np.memmap(folder / HEAD, np.uint8, "r")])
+                weights = {} if what is not None else load_file(folder / HEAD)
+        except (OSError, ValueError, SafetensorError) as fault:
             raise CacheDamaged(f"{self.path}/{HEAD} cannot be read ({fault}): capture again") from None
+        if what is not None:
+            raise CacheDamaged(f"{self.path}/{HEAD} {what}: capture again")
         target = self.manifest.identity.target
         embed_VH = weights["embed_tokens.weight"].float()
         lm_head_VH = weights["lm_head.weight"].float() if "lm_head.weight" in weights else embed_VH

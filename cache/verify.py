@@ -49,7 +49,7 @@ def verify(path: str, deep: bool, say: Say) -> tuple[Manifest, list[Fault]]:
     manifest = read_root(store)
     if not manifest.complete:
         raise CacheError(f"{path} is incomplete: {way_to_mend(manifest)} to finish it")
-    faults = [Fault(key, what) for key, what in document_faults(store, manifest)]
+    faults = [Fault(key, what) for key, what in document_faults(store, manifest, deep)]
     try:
         rows = read_index(store, manifest).to_pylist()
     except (CacheDamaged, CacheError) as fault:

@@ -1,10 +1,11 @@
 """`dflash capture`: all is decided before the weights are loaded; then shard after shard is run and committed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cache.store import open_store
+from cache.target_files import FOLDER, HEAD, checksums_record, file_fault
 from cache.write import CacheWriter, existing_manifest
 from capture.append import addition, appendable, plan_append
 from capture.calibrate import calibrate, first_samples
@@ -15,6 +16,7 @@ from capture.progress import Progress
 from capture.recall import recall
 from capture.settings import Settings, scan_data, settle
 from capture.shards import run_shards
+from schemas.errors import CacheError
 from schemas.manifest import Manifest
 from schemas.options import CaptureOptions
 from schemas.ranks import ALONE, Ranks
@@ -97,10 +99,12 @@ def _lead(settings: Settings, crew: Crew, say: Say, confirm: Callable[[Manifest]
         samples = first_samples(job.plan[1]) if channels is None and job.plan else "[]"
         crew.tell("calibrate", samples)
         chosen = calibrate(target, settings.identity.layers, samples, settings.options.prefill_chunk)
-        writer = open_writer(job, out, target_record(target), chosen if channels is None else channels, say)
+        files = _target_files(settings, head)
+        record = target_record(target) | checksums_record(files)
+        writer = open_writer(job, out, record, chosen if channels is None else channels, say)
         # From here on the plan is read shard by shard, so that memory does not grow with the data.
         del job
-        _put_target(settings, head, writer)
+        _put_target(writer, files)
         missing = writer.missing_shards()
         crew.tell("shards", json.dumps(missing))
         progress = Progress(crew, writer.plan.tokens(missing), say)
@@ -154,10 +158,24 @@ def _load(settings: Settings) -> Target:
     return target
 
 
-def _put_target(settings: Settings, head: bytes, writer: CacheWriter) -> None:
+def _target_files(settings: Settings, head: bytes) -> dict[str, bytes]:
+    paths = {f"{FOLDER}/{name}": settings.ref.folder / name for name in TARGET_FILES}
+    return {key: path.read_bytes() for key, path in paths.items() if path.is_file()} | {HEAD: head}
+
+
+def _put_target(writer: CacheWriter, files: Mapping[str, bytes]) -> None:
     if writer.first_shard:  # what is appended to has them, and stays as it is
         return
-    writer.put_file("target/head.safetensors", head)
-    for name in TARGET_FILES:
-        if (path := settings.ref.folder / name).is_file():
-            writer.put_file(f"target/{name}", path.read_bytes())
+    store, manifest = writer.store, writer.manifest
+    for key, data in files.items():
+        what = file_fault(manifest, key, [data])
+        if what is None:
+            writer.put_file(key, data)
+            continue
+        # Of the same weights, as another version of a library writes them: those that the manifest vouches for stay.
+        held = store.get(key)
+        if held is None or file_fault(manifest, key, [held]) is not None:
+            raise CacheError(
+                f"{store.where(key)} is missing or damaged, and this target's {what}: go on with the versions that began the capture, or "
+                "give another --out or --overwrite"
+            )

@@ -4,11 +4,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from schemas.arrays import bytes_per_token
-from schemas.manifest import FIRST_SKIPPED, Identity, Manifest, Source, Totals
+from schemas.manifest import FIRST_SKIPPED, TARGET_CHECKSUMS, Identity, Manifest, Source, Totals
 
 if TYPE_CHECKING:
     from cache.verify import Fault
     from capture.run import DryRun
+
+# Entries of the record that have a line of their own, or say nothing to people.
+UNSHOWN = (FIRST_SKIPPED, TARGET_CHECKSUMS)
 
 
 def rows_text(rows: Iterable[tuple[str, str]], indent: str = "  ") -> str:
@@ -103,7 +106,7 @@ def inspect_text(path: str, sample: int, width: int) -> str:
     manifest = cache.manifest
     if not 0 <= sample < len(cache.index):
         raise OptionError(f"--sample {sample}: {path} holds samples 0 to {len(cache.index) - 1}")
-    identity = manifest.identity
+    identity, record = manifest.identity, manifest.record
     disk = sum(cache.store.sizes().values())
     rows = [
         *totals_rows(identity, manifest.totals),
@@ -115,9 +118,9 @@ def inspect_text(path: str, sample: int, width: int) -> str:
         ),
         ("tokenizer", f"sha256 {identity.tokenizer_sha256[:16]}, template {identity.chat_template_sha256[:16]}"),
         ("target config", f"sha256 {identity.target.config_sha256[:16]}, revision {identity.target.revision}"),
-        ("made with", ", ".join(f"{name} {value}" for name, value in manifest.record.items() if name != FIRST_SKIPPED)),
+        ("made with", ", ".join(f"{name} {record[name]}" for name in record if name not in UNSHOWN)),
     ]
-    if skipped := manifest.record.get(FIRST_SKIPPED):
+    if skipped := record.get(FIRST_SKIPPED):
         rows.append(("left out first", skipped))
     return "\n".join(
         [

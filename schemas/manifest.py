@@ -12,6 +12,8 @@ VERSION: Final = 1
 ATTRIBUTE = "dflash"
 # The entry of a manifest's record that names the first row left out for each reason.
 FIRST_SKIPPED = "first_skipped"
+# The entry with the checksums of the target's files.
+TARGET_CHECKSUMS = "target_crc32c"
 # The entry that says of a converted cache from which codecs it came.
 CONVERTED = "converted"
 LAYER_CONVENTION: Final = "output of decoder layer i, before the final norm"

@@ -24,12 +24,13 @@ from capture_fixtures import (
 )
 
 from cache.read import open_cache
+from cache.verify import verify
 from cache.write import CacheWriter
 from capture import planning as planning_module
 from capture import run as run_module
 from capture.run import capture, dry_run
 from schemas.arrays import bytes_per_token
-from schemas.errors import CacheError
+from schemas.errors import CacheDamaged, CacheError
 from schemas.options import CaptureOptions
 
 ROWS = 24
@@ -99,6 +100,10 @@ def test_again_is_no_work(finished, folder, target, data, monkeypatch):
 
 class StoppedError(Exception):
     pass
+
+
+def stop_at_once(*_):
+    raise StoppedError
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
@@ -183,6 +188,47 @@ def test_the_same_command_mends_a_damaged_cache(finished, folder, target, data, 
     assert capture(capture_options(target, data, out, layers=(0, 2)), say).complete
     assert any("is damaged" in warning for warning in say.warnings)
     assert contents(out) == before
+
+
+def test_the_targets_files_are_vouched_for(finished, folder):
+    """A flipped bit of the head is found before training, and by reading deep; one of the tokenizer's at a look."""
+    out = folder / "flipped"
+    shutil.copytree(finished, out)
+    for name, deep in (("head.safetensors", True), ("tokenizer.json", False), ("tokenizer_config.json", False)):
+        path = out / "target" / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        (fault,) = verify(str(out), deep, Recorder())[1]
+        assert fault.where == f"target/{name}" and "has CRC-32C" in fault.what
+        if deep:
+            assert not verify(str(out), False, Recorder())[1]
+            with pytest.raises(CacheDamaged, match=r"head\.safetensors has CRC-32C"):
+                open_cache(str(out)).head()
+        path.write_bytes(data)
+    assert verify(str(out), True, Recorder())[1] == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_target_files_that_are_written_otherwise_now(finished, folder, target, data, monkeypatch, lost):
+    """As by another version of a library: what the manifest vouches for stays, and is replaced by nothing else."""
+    out = folder / f"otherwise-{lost}"
+    options = capture_options(target, data, out, layers=(0, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheWriter, "commit_shard", stop_at_once)
+        with pytest.raises(StoppedError):
+            capture(options, Recorder())
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "head_file", lambda *given, real=run_module.head_file: real(*given) + b" ")
+        if lost:
+            (out / "target/head.safetensors").unlink()
+            with pytest.raises(
+                CacheError, match=r"head\.safetensors is missing or damaged, and this target's has CRC-32C"
+            ):
+                capture(options, Recorder())
+        else:
+            capture(options, Recorder())
+    assert capture(options, Recorder()).complete
+    assert contents(out) == contents(finished)
 
 
 def test_overwrite(finished, folder, target, data):
