@@ -24,7 +24,7 @@ from capture_fixtures import (
 )
 
 from cache.read import open_cache
-from cache.verify import verify
+from cache.verify import forget, verify
 from cache.write import CacheWriter
 from capture import planning as planning_module
 from capture import run as run_module
@@ -206,6 +206,17 @@ def test_the_targets_files_are_vouched_for(finished, folder):
                 open_cache(str(out)).head()
         path.write_bytes(data)
     assert verify(str(out), True, Recorder())[1] == []
+
+
+def test_a_damaged_head_is_mended_by_the_same_command_after_repair(finished, folder, target, data):
+    out = folder / "headless"
+    shutil.copytree(finished, out)
+    head = bytearray((out / "target/head.safetensors").read_bytes())
+    head[-9] ^= 1
+    (out / "target/head.safetensors").write_bytes(head)
+    forget(str(out), verify(str(out), True, Recorder())[1])
+    assert capture(capture_options(target, data, out, layers=(0, 2)), Recorder()).complete
+    assert contents(out) == contents(finished)
 
 
 @pytest.mark.parametrize("lost", [False, True])
