@@ -42,6 +42,7 @@ bench: setup ## measure every stage, as ratios in the same run (on an otherwise 
 	$(BIN)/python benchmarks/capture_memory.py
 	$(BIN)/python benchmarks/tokenising.py
 	$(BIN)/python benchmarks/planning_memory.py
+	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/objective.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/ranks.py
