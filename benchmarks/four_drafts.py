@@ -3,7 +3,7 @@
     python benchmarks/four_drafts.py --target work/smollm2/model --data work/smollm2/answers.jsonl --layers 1,10,19,28 --rows 528 \
         --config demo/smollm2.yaml --set data.batch_tokens=8192 --set data.anchors=12
 
-The published density is a block for every 8 tokens (512 in 4,096): 12 in answers of 96.
+12 blocks in answers of 96 tokens are one for every 8, what 512 in 4,096 come to; without the last option it is one for every 5.
 
 Each draft trains for `--epochs` passes. The share depends on that: with C seconds of capturing and T of training a draft it is
 (C + 4 T) / (4 C + 4 T), a half where a draft trains half as long as the capture ran.

@@ -8,7 +8,7 @@ from typing import Any
 from cache.chunks import ChunkReader
 from cache.layout import is_ours
 from cache.rows import read_rows
-from cache.spans import Span
+from cache.spans import Span, pieces_of
 from cache.store import Store
 from cache.target_files import CONFIG, HEAD, file_fault, target_checksums
 from schemas.arrays import ArraySpec, array_specs
@@ -17,8 +17,6 @@ from schemas.manifest import Manifest, TargetIdentity
 
 # A safetensors file: the length of its header (8 bytes), the header (JSON), the tensors.
 LENGTH_BYTES = 8
-# What is looked at whole is read so many bytes at a time.
-PIECE_BYTES = 8 << 20
 # No header of three tensors is longer.
 MOST_HEADER_BYTES = 1 << 20
 
@@ -35,7 +33,7 @@ def document_faults(store: Store, manifest: Manifest, deep: bool) -> Iterator[tu
     else:
         what = _head_fault(store, size, target)
         if what is None and deep:
-            what = file_fault(manifest, HEAD, _pieces(store, HEAD, size))
+            what = file_fault(manifest, HEAD, store.read(list(pieces_of(HEAD, size))))
         if what is not None:
             yield HEAD, what
     others = sorted(target_checksums(manifest).keys() - {CONFIG, HEAD})
@@ -135,10 +133,6 @@ def _head_fault(store: Store, size: int, target: TargetIdentity) -> str | None:
         if shapes.get(name) != shape:
             return f"lacks {name}" if name not in shapes else f"{name} has shape {shapes[name]}, the target's {shape}"
     return None
-
-
-def _pieces(store: Store, key: str, size: int) -> Iterator[memoryview]:
-    return store.read([Span(key, at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)])
 
 
 def _safetensors_header(store: Store, size: int) -> tuple[dict[str, Any], int]:

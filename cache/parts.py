@@ -13,13 +13,12 @@ from cache.append import array_document
 from cache.generations import GENERATIONS, MERGED
 from cache.index import totals_of
 from cache.read import Cache, open_cache
-from cache.spans import Span
+from cache.spans import pieces_of
 from cache.store import Store
 from schemas.arrays import array_specs
 from schemas.errors import CacheDamaged, CacheError, OptionError
 from schemas.manifest import CONVERTED, Manifest, Source, first_difference
 
-PIECE_BYTES = 8 << 20
 DUPLICATE = "duplicate"
 
 
@@ -158,10 +157,7 @@ def manifest_of(parts: Sequence[Part]) -> Manifest:
 
 def pieces(store: Store, key: str) -> Iterator[memoryview]:
     """An object's bytes, a few MiB at a time. Raises CacheDamaged."""
-    size = store.size(key) or 0
     try:
-        yield from store.read(
-            [Span(key, start, min(PIECE_BYTES, size - start)) for start in range(0, size, PIECE_BYTES)]
-        )
+        yield from store.read(list(pieces_of(key, store.size(key) or 0)))
     except OSError as fault:
         raise CacheDamaged(f"{store.where(key)} cannot be read ({fault.strerror}): mend it, then merge again") from None

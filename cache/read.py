@@ -168,13 +168,12 @@ class Cache:
         """The target's embedding and head in float32, with its scales."""
         try:
             with self.store.local([HEAD]) as folder:
-                # Looked at as a whole first: nothing else would tell a wrong number from a right one.
-                what = file_fault(self.manifest, HEAD, [np.memmap(folder / HEAD, np.uint8, "r")])
-                weights = {} if what is not None else load_file(folder / HEAD)
+                # Nothing else would tell a wrong number from a right one.
+                if what := file_fault(self.manifest, HEAD, [np.memmap(folder / HEAD, np.uint8, "r")]):
+                    raise CacheDamaged(f"{self.path}/{HEAD} {what}: capture again")
+                weights = load_file(folder / HEAD)
         except (OSError, ValueError, SafetensorError) as fault:
             raise CacheDamaged(f"{self.path}/{HEAD} cannot be read ({fault}): capture again") from None
-        if what is not None:
-            raise CacheDamaged(f"{self.path}/{HEAD} {what}: capture again")
         target = self.manifest.identity.target
         embed_VH = weights["embed_tokens.weight"].float()
         lm_head_VH = weights["lm_head.weight"].float() if "lm_head.weight" in weights else embed_VH

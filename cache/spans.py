@@ -1,7 +1,11 @@
 """Places in the objects of a store, and reading one into memory that is already there."""
 
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
+
+# An object that is gone through as a whole is read so many bytes at a time.
+PIECE_BYTES = 8 << 20
 
 
 class Span(NamedTuple):
@@ -19,6 +23,11 @@ class Run(NamedTuple):
     offset: int
     into: list[memoryview]
     size: int
+
+
+def pieces_of(key: str, size: int) -> Iterator[Span]:
+    """All `size` bytes of an object, piece by piece."""
+    return (Span(key, start, min(PIECE_BYTES, size - start)) for start in range(0, size, PIECE_BYTES))
 
 
 def read_run(file: int, run: Run) -> int:

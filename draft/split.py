@@ -3,7 +3,7 @@
 Scores of one block against another are never computed, and blocks are taken a few at a time over no more context than they
 see. The backward pass computes the scores again, so memory is linear in blocks plus context. T packed tokens, S context tokens
 of a chunk, N blocks, n blocks of a chunk, B block size, A query heads, K key-value heads, G = A / K queries per key-value head,
-R = B G queries of a block per key-value head, D head size.
+R = B G queries of a block per key-value head, X = S + B keys that a query of a chunk may see, D head size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,11 +81,11 @@ def _attend(chunks: Sequence[Chunk], hidden_BB: Tensor | None, query: Tensor, ow
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own[1].dtype
     with torch.autocast(kind, enabled=False):
-        output: Tensor = _Split.apply(chunks, hidden_BB, dtype, query, *own, *context)  # type: ignore[no-untyped-call]
+        output: Tensor = _SplitAttention.apply(chunks, hidden_BB, dtype, query, *own, *context)  # type: ignore[no-untyped-call]
     return output.flatten(2)
 
 
-class _Split(torch.autograd.Function):
+class _SplitAttention(torch.autograd.Function):
     """Attention chunk by chunk, there and back: of scores nothing is kept, and gradients are added up in place.
 
     (Cut by autograd, every chunk would bring gradients of the size of the whole, nearly all of them zeros.)
@@ -99,7 +99,7 @@ class _Split(torch.autograd.Function):
         output_NBAD = torch.empty_like(inputs[0], dtype=dtype)
         for chunk in chunks:
             part = _part(chunk, dtype, *inputs)
-            context_KnRS, own_KnRB = _split(_weights(part, chunk.bias, hidden_BB).to(dtype), part)
+            context_KnRS, own_KnRB = _context_and_own(_weights(part, chunk.bias, hidden_BB).to(dtype), part)
             output_KnRD = _over_context(context_KnRS, part.value_KSD) + own_KnRB @ part.own_value_KnBD
             _put(output_KnRD, output_NBAD[chunk.blocks], part)
         ctx.chunks, ctx.hidden_BB, ctx.dtype = chunks, hidden_BB, dtype
@@ -113,25 +113,25 @@ class _Split(torch.autograd.Function):
         # Of context rows the gradients of many chunks meet: in float32, whatever the products are taken in.
         kinds = [None, None, None, torch.float32, torch.float32]
         gradients = [torch.zeros_like(each, dtype=kind) for each, kind in zip(inputs, kinds, strict=True)]
-        query, own_key, own_value, key, value = gradients
+        to_query, to_own_key, to_own_value, to_key, to_value = gradients
         for chunk in ctx.chunks:
             part = _part(chunk, ctx.dtype, *inputs)
             arriving_KnRD = _queries(arriving_NBAD[chunk.blocks], part.kv_heads, ctx.dtype)
-            weights = _weights(part, chunk.bias, ctx.hidden_BB)
-            context_KnRS, own_KnRB = _split(weights.to(ctx.dtype), part)
-            value[chunk.rows] += _from_queries(context_KnRS, arriving_KnRD)
-            own_value[chunk.blocks] = (own_KnRB.mT @ arriving_KnRD).permute(1, 2, 0, 3)
-            slopes = torch.empty_like(weights)
-            context_KnRS, own_KnRB = _split(slopes, part)
+            output_KnRD = _queries(output_NBAD[chunk.blocks], part.kv_heads, torch.float32)
+            weights_KnRX = _weights(part, chunk.bias, ctx.hidden_BB)
+            context_KnRS, own_KnRB = _context_and_own(weights_KnRX.to(ctx.dtype), part)
+            to_value[chunk.rows] += _from_queries(context_KnRS, arriving_KnRD)
+            to_own_value[chunk.blocks] = (own_KnRB.mT @ arriving_KnRD).permute(1, 2, 0, 3)
+            slopes_KnRX = torch.empty_like(weights_KnRX)
+            context_KnRS, own_KnRB = _context_and_own(slopes_KnRX, part)
             context_KnRS.copy_(_over_context(arriving_KnRD, part.value_KSD.mT))
             own_KnRB.copy_(arriving_KnRD @ part.own_value_KnBD.mT)
-            output_KnRD = _queries(output_NBAD[chunk.blocks], part.kv_heads, torch.float32)
-            slopes = slopes.sub_((arriving_KnRD * output_KnRD).sum(-1, keepdim=True)).mul_(weights).to(ctx.dtype)
-            context_KnRS, own_KnRB = _split(slopes, part)
+            slopes_KnRX.sub_((arriving_KnRD * output_KnRD).sum(-1, keepdim=True)).mul_(weights_KnRX)
+            context_KnRS, own_KnRB = _context_and_own(slopes_KnRX.to(ctx.dtype), part)
             query_KnRD = _over_context(context_KnRS, part.key_KSD) + own_KnRB @ part.own_key_KnBD
-            _put(query_KnRD.mul_(part.scale), query[chunk.blocks], part)
-            key[chunk.rows] += _from_queries(context_KnRS, part.query_KnRD)
-            own_key[chunk.blocks] = (own_KnRB.mT @ part.query_KnRD).permute(1, 2, 0, 3)
+            _put(query_KnRD.mul_(part.scale), to_query[chunk.blocks], part)
+            to_key[chunk.rows] += _from_queries(context_KnRS, part.query_KnRD)
+            to_own_key[chunk.blocks] = (own_KnRB.mT @ part.query_KnRD).permute(1, 2, 0, 3)
         # In the types of the inputs, as autograd wants them.
         return None, None, None, *(each.to(whole.dtype) for each, whole in zip(gradients, inputs, strict=True))
 
@@ -178,10 +178,10 @@ def _put(part_KnRD: Tensor, into_nBAD: Tensor, part: _Part) -> None:
 
 
 def _weights(part: _Part, bias: Tensor | None, hidden_BB: Tensor | None) -> Tensor:
-    """The softmax over the context's rows and the block's own slots, float32 [K, n, R, S + B]."""
+    """The softmax over the context's rows and the block's own slots, float32 [K, n, R, X]."""
     (kv_heads, count, rows, _), size = part.query_KnRD.shape, part.own_key_KnBD.shape[2]
-    scores = torch.empty(kv_heads, count, rows, part.key_KSD.shape[1] + size, device=part.query_KnRD.device)
-    context_KnRS, own_KnRB = _split(scores, part)
+    scores_KnRX = torch.empty(kv_heads, count, rows, part.key_KSD.shape[1] + size, device=part.query_KnRD.device)
+    context_KnRS, own_KnRB = _context_and_own(scores_KnRX, part)
     context_KnRS.copy_(_over_context(part.query_KnRD, part.key_KSD.mT))
     own_KnRB.copy_(part.query_KnRD @ part.own_key_KnBD.mT)
     if bias is not None:
@@ -189,12 +189,12 @@ def _weights(part: _Part, bias: Tensor | None, hidden_BB: Tensor | None) -> Tens
     if hidden_BB is not None:
         own_KnRB.view(kv_heads, count, size, rows // size, size).masked_fill_(hidden_BB[:, None], -torch.inf)
     # Each row is read in full before any of it is written.
-    return torch.softmax(scores, -1, out=scores)
+    return torch.softmax(scores_KnRX, -1, out=scores_KnRX)
 
 
-def _split(joined: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+def _context_and_own(joined_KnRX: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
     seen = part.key_KSD.shape[1]
-    return joined[..., :seen], joined[..., seen:]
+    return joined_KnRX[..., :seen], joined_KnRX[..., seen:]
 
 
 def _over_context(left_KnRX: Tensor, right_KXY: Tensor) -> Tensor:
