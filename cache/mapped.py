@@ -34,14 +34,6 @@ def _look_up() -> Callable[[int, int, int], int] | None:
 _mincore = _look_up()
 
 
-class _File(NamedTuple):
-    """A whole file, and what tells it from another of the same name."""
-
-    identity: tuple[int, int, int]
-    data: NDArray[np.uint8]
-    address: int
-
-
 class _Found(NamedTuple):
     """Memory for what a look finds, of one thread."""
 
@@ -54,46 +46,23 @@ class _Found(NamedTuple):
         return _Found(pages, ctypes.addressof(ctypes.c_char.from_buffer(pages)))
 
 
-class MappedFiles:
-    """Those used last. Any number of threads may borrow; what was lent stays good when its file is given up here."""
+class MappedFile:
+    """A whole file, and what tells it from another of the same name. What it lends stays good when the file is given up."""
 
-    def __init__(self, mapped_bytes: int = MAPPED_BYTES) -> None:
-        self.mapped_bytes = mapped_bytes
-        self._held: OrderedDict[str, _File] = OrderedDict()
-        self._held_bytes = 0
-        self._lock = threading.Lock()
-        self._own = threading.local()
+    def __init__(self, path: str, identity: tuple[int, int, int], own: threading.local) -> None:
+        self.identity = identity
+        self._data = _map(path, identity[-1])
+        self._address = self._data.ctypes.data
+        self._own = own
 
-    def lend(self, path: str, offset: int, size: int) -> NDArray[np.uint8] | None:
-        """Bytes of a file, not to be written to; None where they are not in memory, or cannot be mapped here."""
-        if _mincore is None:
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def lend(self, offset: int, size: int) -> NDArray[np.uint8] | None:
+        """Bytes of the file, not to be written to; None where they are not all in memory."""
+        if offset + size > len(self._data) or not self._present(self._address + offset, size):
             return None
-        try:
-            file = self._file(path)
-        except (OSError, ValueError):  # no such file, too many mappings, a file system that maps nothing
-            return None
-        if offset + size > len(file.data) or not self._present(file.address + offset, size):
-            return None
-        return file.data[offset : offset + size]
-
-    def _file(self, path: str) -> _File:
-        state = os.stat(path)
-        identity = (state.st_dev, state.st_ino, state.st_size)
-        with self._lock:
-            held = self._held.get(path)
-            if held is None or held.identity != identity:
-                self._give_up(self._held.pop(path, None))
-                data = _map(path, state.st_size)
-                held = self._held[path] = _File(identity, data, data.ctypes.data)
-                self._held_bytes += len(data)
-                while len(self._held) > 1 and (self._held_bytes > self.mapped_bytes or len(self._held) > MAPPED_FILES):
-                    self._give_up(self._held.popitem(last=False)[1])
-            else:
-                self._held.move_to_end(path)
-        return held
-
-    def _give_up(self, file: _File | None) -> None:
-        self._held_bytes -= 0 if file is None else len(file.data)
+        return self._data[offset : offset + size]
 
     def _present(self, address: int, size: int) -> bool:
         """Whether all pages of this range of a mapping are in memory; 4 nanoseconds a small page that was touched before."""
@@ -105,6 +74,44 @@ class MappedFiles:
             found = self._own.found = _Found.of(pages)
         # One byte a page; all bits but the lowest are 0, or mean what no reader needs to know.
         return not _mincore(first, pages * mmap.PAGESIZE, found.address) and found.pages.find(0, 0, pages) < 0
+
+
+class MappedFiles:
+    """Those used last. Any number of threads may ask, and borrow of what they get."""
+
+    def __init__(self, mapped_bytes: int = MAPPED_BYTES) -> None:
+        self.mapped_bytes = mapped_bytes
+        self._held: OrderedDict[str, MappedFile] = OrderedDict()
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+        self._own = threading.local()
+
+    def file(self, path: str) -> MappedFile | None:
+        """A file as it is now; None where it cannot be mapped here."""
+        if _mincore is None:
+            return None
+        try:
+            return self._file(path)
+        except (OSError, ValueError):  # no such file, too many mappings, a file system that maps nothing
+            return None
+
+    def _file(self, path: str) -> MappedFile:
+        state = os.stat(path)
+        identity = (state.st_dev, state.st_ino, state.st_size)
+        with self._lock:
+            held = self._held.get(path)
+            if held is None or held.identity != identity:
+                self._give_up(self._held.pop(path, None))
+                held = self._held[path] = MappedFile(path, identity, self._own)
+                self._held_bytes += len(held)
+                while len(self._held) > 1 and (self._held_bytes > self.mapped_bytes or len(self._held) > MAPPED_FILES):
+                    self._give_up(self._held.popitem(last=False)[1])
+            else:
+                self._held.move_to_end(path)
+        return held
+
+    def _give_up(self, file: MappedFile | None) -> None:
+        self._held_bytes -= 0 if file is None else len(file)
 
 
 def _map(path: str, size: int) -> NDArray[np.uint8]:

@@ -152,7 +152,7 @@ class ObjectStore:
                 place += len(part)
             yield place
 
-    def lend(self, key: str, offset: int, size: int) -> None:
+    def mapped_file(self, key: str) -> None:
         """Nothing of it is in memory."""
 
     def size(self, key: str) -> int | None:

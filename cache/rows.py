@@ -5,7 +5,7 @@ its CRC-32C when it is first read, later only now and then.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,13 @@ def read_rows(
     if outs is None:
         total = sum(length for _, length in spans)
         outs = [buffers.array((total, *reader.spec.shape[1:]), reader.spec.dtype) for reader in readers]
-    found = [
-        piece for reader, out in zip(readers, outs, strict=True) for piece in _pieces(reader, spans, bytes_of(out))
-    ]
+    found: list[Piece] = []
+    places: dict[tuple[int, int], list[_Place]] = {}  # all layers are cut alike
+    for reader, out in zip(readers, outs, strict=True):
+        sizes = reader.spec.shard_rows, reader.spec.chunk_rows
+        if sizes not in places:
+            places[sizes] = list(_places(spans, *sizes))
+        found += _pieces(reader, places[sizes], bytes_of(out))
     if not found:
         return list(outs)
     _read_indexes(found)
@@ -44,18 +48,32 @@ def read_rows(
     return list(outs)
 
 
-def _pieces(reader: ChunkReader, spans: Sequence[tuple[int, int]], out: memoryview) -> Iterator[Piece]:
+class _Place(NamedTuple):
+    """Rows `first` .. `first + length - 1` of a shard, the chunks that hold them (from, up to), and how many rows come before."""
+
+    shard: int
+    first: int
+    length: int
+    chunks: tuple[int, int]
+    before: int
+
+
+def _places(spans: Sequence[tuple[int, int]], shard_rows: int, chunk_rows: int) -> Iterator[_Place]:
     """The rows of all spans, cut where shards end."""
-    spec, place = reader.spec, 0
-    shard_rows, chunk_rows, row_bytes = spec.shard_rows, spec.chunk_rows, spec.row_bytes
+    before = 0
     for offset, length in spans:
         end = offset + length
         while offset < end:
             shard, first = divmod(offset, shard_rows)
             count = min(end - offset, shard_rows - first)
-            chunks = first // chunk_rows, (first + count - 1) // chunk_rows + 1
-            yield Piece(reader, shard, first, count, out[place : place + count * row_bytes], chunks)
-            offset, place = offset + count, place + count * row_bytes
+            yield _Place(shard, first, count, (first // chunk_rows, (first + count - 1) // chunk_rows + 1), before)
+            offset, before = offset + count, before + count
+
+
+def _pieces(reader: ChunkReader, places: Sequence[_Place], out: memoryview) -> Iterator[Piece]:
+    size = reader.spec.row_bytes
+    for shard, first, length, chunks, before in places:
+        yield Piece(reader, shard, first, length, out[before * size : (before + length) * size], chunks)
 
 
 def _read_indexes(found: Sequence[Piece]) -> None:

@@ -10,10 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cache.mapped import MappedFiles
+from cache.mapped import MappedFile, MappedFiles
 from cache.spans import Run, Span, read_run
 from cache.whole import fsync_folder, write_whole
 from cache.workspace import TEMPORARY, is_leftover, workspace_name
@@ -72,8 +69,8 @@ class Store(Protocol):
     def fill(self, runs: Sequence[Run]) -> Iterator[int]:
         """Read each run into its memory when the iterator reaches it; gives how many bytes there were. Raises OSError as `read`."""
 
-    def lend(self, key: str, offset: int, size: int) -> NDArray[np.uint8] | None:
-        """Bytes of an object where they lie in memory already, not to be written to; None where they have to be read."""
+    def mapped_file(self, key: str) -> MappedFile | None:
+        """An object of which what lies in memory already can be borrowed; None where all has to be read."""
 
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""
@@ -193,9 +190,9 @@ class LocalStore:
             finally:
                 os.close(file)
 
-    def lend(self, key: str, offset: int, size: int) -> NDArray[np.uint8] | None:
-        """See `Store.lend`."""
-        return self.mapped.lend(f"{self.root}/{key}", offset, size)
+    def mapped_file(self, key: str) -> MappedFile | None:
+        """See `Store.mapped_file`."""
+        return self.mapped.file(f"{self.root}/{key}")
 
     def size(self, key: str) -> int | None:
         """An object's size, or None where there is none: a look-up, not a read."""

@@ -175,7 +175,7 @@ def test_bytes_per_token_with_scales_and_outliers(codec, ratio, hidden):
 class Unmapped(MappedFiles):
     """Nothing lies in memory: all is read."""
 
-    def lend(self, *_):
+    def file(self, *_):
         return None
 
 

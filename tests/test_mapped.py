@@ -9,7 +9,7 @@ from cache_fixtures import make_cache
 
 from cache import mapped, runs
 from cache.chunks import ChunkReader
-from cache.mapped import MappedFiles
+from cache.mapped import MappedFile, MappedFiles
 from cache.read import open_cache
 from cache.rows import read_rows
 from cache.store import LocalStore
@@ -39,7 +39,7 @@ def test_lent_rows_are_those_that_zarr_reads(codec, tmp_path, monkeypatch):
 def test_what_is_not_in_memory_is_read(tmp_path, monkeypatch):
     make_cache(tmp_path / "hs", "bf16")
     expected = open_cache(str(tmp_path / "hs")).rows("hidden/2", 10, 100)
-    monkeypatch.setattr(MappedFiles, "_present", lambda *_: False)
+    monkeypatch.setattr(MappedFile, "_present", lambda *_: False)
     read = []
     monkeypatch.setattr("cache.rows.read_runs", lambda *each: read.append(1) or runs.read_runs(*each))
     np.testing.assert_array_equal(open_cache(str(tmp_path / "hs")).rows("hidden/2", 10, 100), expected)
@@ -87,15 +87,15 @@ def test_a_file_cut_off_or_gone_after_it_was_mapped_is_an_error_that_names_it(tm
 def test_a_file_that_was_replaced_is_mapped_anew_and_what_was_lent_stays(tmp_path):
     path, files = tmp_path / "object", MappedFiles(mapped_bytes=10)
     path.write_bytes(b"old bytes")
-    old = files.lend(str(path), 4, 5)
-    assert files.lend(str(path), 0, 9).tobytes() == b"old bytes"
+    old = files.file(str(path)).lend(4, 5)
+    assert files.file(str(path)).lend(0, 9).tobytes() == b"old bytes"
     (tmp_path / "new").write_bytes(b"new bytes")
     (tmp_path / "new").rename(path)
     (tmp_path / "other").write_bytes(b"something else")
-    assert files.lend(str(path), 0, 9).tobytes() == b"new bytes"
-    assert files.lend(str(tmp_path / "other"), 0, 9).tobytes() == b"something"
+    assert files.file(str(path)).lend(0, 9).tobytes() == b"new bytes"
+    assert files.file(str(tmp_path / "other")).lend(0, 9).tobytes() == b"something"
     assert old.tobytes() == b"bytes"
-    assert files.lend(str(path), 5, 5) is None, "more than there is"
+    assert files.file(str(path)).lend(5, 5) is None, "more than there is"
 
 
 def test_no_more_files_stay_mapped_than_may(tmp_path, monkeypatch):
@@ -104,6 +104,6 @@ def test_no_more_files_stay_mapped_than_may(tmp_path, monkeypatch):
     for number in range(6):
         path = tmp_path / str(number)
         path.write_bytes(bytes([number]) * 10)
-        live.append(files.lend(str(path), 0, 10))
+        live.append(files.file(str(path)).lend(0, 10))
     assert [bytes(each) for each in live] == [bytes([number]) * 10 for number in range(6)]
     assert len(files._held) == 3 and files._held_bytes == 30

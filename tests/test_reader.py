@@ -38,7 +38,7 @@ def cached(tmp_path_factory):
 def way(request, monkeypatch):
     """Rows come from mapped memory where they lie in it, or all by reading."""
     if request.param == "read":
-        monkeypatch.setattr(MappedFiles, "lend", lambda *_: None)
+        monkeypatch.setattr(MappedFiles, "file", lambda *_: None)
     return request.param
 
 
