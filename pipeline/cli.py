@@ -10,6 +10,7 @@ import typer
 
 from pipeline import capture_commands, convert_command, measure_commands, train_command
 from pipeline.launch import launched
+from pipeline.own_memory import settle_memory
 from pipeline.signals import none_lost, stop
 from schemas.errors import Bystander, DflashError, Interrupted
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (sys.stderr.isatty() and first):
         # Libraries draw bars of their own, which a log holds as one endless line, and every process would draw its own.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    settle_memory()
     signal.signal(signal.SIGTERM, stop)
     words = with_resume_value([word for word in given if word != "--debug"])
     try:
