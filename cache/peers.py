@@ -40,6 +40,11 @@ def lost_peer(fault: BaseException) -> str | None:
     return text if isinstance(fault, RuntimeError) and any(word in text.lower() for word in words) else None
 
 
+def is_spread(tensor: Tensor) -> bool:
+    """Whether a tensor's parts lie in several processes: a DTensor, known by its method, as importing the class takes half a second."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor in full, wherever its parts lie; every process that holds one must ask."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -7,11 +7,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from cache.peers import whole
+from cache.peers import is_spread, whole
 from draft.model import Draft
 
 
@@ -21,6 +18,10 @@ def shard(draft: Draft, device: torch.device, world: int) -> None:
     So the selector is whole from the forward of the trunk to the end of the backward pass: where the objective reads it. Its gradients,
     as all others, are summed over the ranks, not averaged.
     """
+    # Half a second, which only a draft that is spread need take.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
     mesh = init_device_mesh(device.type, (world,))
     for module in (*draft.layers, draft):
         fully_shard(module, mesh=mesh)
@@ -37,7 +38,7 @@ def whole_all(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         full = whole(tensor.detach())
         if keep:
-            found[name] = full.cpu() if isinstance(tensor, DTensor) else full
+            found[name] = full.cpu() if is_spread(tensor) else full
     return found
 
 
@@ -55,6 +56,9 @@ def plain_draft(draft: Draft, device: torch.device) -> Draft:
 def like(tensor: Tensor, value: Tensor) -> Tensor:
     """A full value, which every rank has, on the device of `tensor` and spread as it is."""
     value = value.to(tensor.device)
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(tensor, DTensor)
     return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
