@@ -59,7 +59,7 @@ def slots_of(count: int) -> Slots:
 
 def sliced(slots: Slots, target: TargetHead, selector: CandidateSelector) -> list[Tensor]:
     """Ours, up to the gradients of hidden states and selector of the loss over its denominators."""
-    measured = dflash2_loss(slots, target, slice_rows(VOCAB, slots.hidden_RH.device), selector)
+    measured = dflash2_loss(slots, target, slice_rows(VOCAB, slots.hidden_RH.device, torch.float32), selector)
     hidden_RH = measured.slot_gradients["base_loss"].div_(measured.sums["base_weight"])
     kept = measured.sums["selector_weight"]
     hidden_RH.add_(measured.slot_gradients["selector_loss"].div_(kept))

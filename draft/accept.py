@@ -138,8 +138,9 @@ def _slices(
         return
     context = draft.context_of(samples.hidden_TLH, samples.lengths)
     drafted = draft.config.block_size - 1
-    step = max(1, slice_rows(draft.config.vocab_size, anchor_N.device) // drafted)
-    sliced = SlicedHead(head, min(step, len(anchor_N)) * drafted)
+    step = max(1, slice_rows(draft.config.vocab_size, anchor_N.device, torch.float32) // drafted)
+    rows = min(step, len(anchor_N)) * drafted
+    sliced = SlicedHead(head, rows, rows)
     for part_N in torch.split(anchor_N, step):
         yield _measure(draft, sliced, samples, context, make_blocks(samples, part_N, draft.config.block_size))
 
@@ -149,7 +150,7 @@ def _measure(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     input_NB = block_inputs(samples, blocks, draft.config.dflash_config.mask_token_id)
     hidden_NBH = draft.over_context(sliced.head.embed(input_NB), context, layout_of(samples.lengths, blocks))
-    proposal = propose(draft, sliced.logits, hidden_NBH, input_NB[:, 0])
+    proposal = propose(draft, sliced.all_logits, hidden_NBH, input_NB[:, 0])
     labels_NB = block_labels(samples, blocks)
     label_NB, valid_NB = labels_NB[:, 1:], block_valid(samples, blocks)[:, 1:]
     counts = {

@@ -4,7 +4,7 @@ A kind is a function of all supervised slots of a micro-batch that returns what 
 among them, kept apart because their denominators are known only when the whole step has been measured. What it computes
 from logits it writes as a `SliceLoss`, which sees a few slots at a time.
 
-R supervised slots, r slots of a slice, H hidden, V vocabulary, K candidates.
+R supervised slots, t of them whose logits are looked at together, H hidden, V vocabulary, K candidates.
 """
 
 from collections.abc import Mapping
@@ -58,10 +58,10 @@ def dflash_loss(slots: Slots, head: TargetHead, rows: int) -> Measured:
     """
     correct_R = torch.empty_like(slots.label_R, dtype=torch.bool)
 
-    def slice_loss(part: slice, logits_rV: Tensor) -> Tensor:
-        top_r1, best_r1 = logits_rV.max(-1, keepdim=True)
-        correct_R[part] = best_r1[:, 0] == slots.label_R[part]
-        return cross_entropy_(logits_rV, slots.label_R[part, None], top_r1, best_r1)
+    def slice_loss(part: slice, logits_tV: Tensor) -> Tensor:
+        top_t1, best_t1 = logits_tV.max(-1, keepdim=True)
+        correct_R[part] = best_t1[:, 0] == slots.label_R[part]
+        return cross_entropy_(logits_tV, slots.label_R[part, None], top_t1, best_t1)
 
     loss_R, gradient_RH = through_head(slots.hidden_RH, head, rows, slice_loss)
     sums = {"base_loss": (loss_R * slots.weight_R).sum(), "base_weight": slots.weight_R.sum()}
@@ -82,19 +82,19 @@ def dflash2_loss(slots: Slots, head: TargetHead, rows: int, selector: CandidateS
     selector_loss_R = torch.empty(shape[0], device=device)
     hits = {name: torch.empty_like(slots.label_R, dtype=torch.bool) for name in ("base_correct", "recalled", "correct")}
 
-    def slice_loss(part: slice, logits_rV: Tensor) -> Tensor:
-        unary_rK, candidate_rK = logits_rV.topk(selector.top_k, -1)
-        unary_RK[part], candidate_RK[part] = unary_rK, candidate_rK
-        match_rK = candidate_rK == slots.label_R[part, None]
-        scores_rK = selector.scores(slots.hidden_RH[part].float(), unary_rK, candidate_rK, slots.predecessor_R[part])
-        log_probability_rK = scores_rK.log_softmax(-1)
-        recalled_r = match_rK.any(1)
-        hits["base_correct"][part], hits["recalled"][part] = match_rK[:, 0], recalled_r
-        hits["correct"][part] = recalled_r & (scores_rK.argmax(1) == match_rK.int().argmax(1))
+    def slice_loss(part: slice, logits_tV: Tensor) -> Tensor:
+        unary_tK, candidate_tK = logits_tV.topk(selector.top_k, -1)
+        unary_RK[part], candidate_RK[part] = unary_tK, candidate_tK
+        match_tK = candidate_tK == slots.label_R[part, None]
+        scores_tK = selector.scores(slots.hidden_RH[part].float(), unary_tK, candidate_tK, slots.predecessor_R[part])
+        log_probability_tK = scores_tK.log_softmax(-1)
+        recalled_t = match_tK.any(1)
+        hits["base_correct"][part], hits["recalled"][part] = match_tK[:, 0], recalled_t
+        hits["correct"][part] = recalled_t & (scores_tK.argmax(1) == match_tK.int().argmax(1))
         # A slot without its token among the candidates has no match, hence loss 0, and its gradient is cleared.
-        selector_loss_R[part] = -log_probability_rK.masked_fill(~match_rK, 0.0).sum(1)
-        score_gradient_RK[part] = (log_probability_rK.exp() - match_rK.float()).masked_fill(~recalled_r[:, None], 0.0)
-        return cross_entropy_(logits_rV, slots.label_R[part, None], unary_rK[:, :1], candidate_rK[:, :1])
+        selector_loss_R[part] = -log_probability_tK.masked_fill(~match_tK, 0.0).sum(1)
+        score_gradient_RK[part] = (log_probability_tK.exp() - match_tK.float()).masked_fill(~recalled_t[:, None], 0.0)
+        return cross_entropy_(logits_tV, slots.label_R[part, None], unary_tK[:, :1], candidate_tK[:, :1])
 
     loss_R, base_gradient_RH = through_head(slots.hidden_RH, head, rows, slice_loss)
     weight_R = slots.weight_R

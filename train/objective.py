@@ -89,7 +89,7 @@ def measure(
         pick(slot_weights(blocks, resolve_gamma(options, blocks.block_size))),
         pick(block_predecessors(samples, blocks)),
     )
-    rows = rows or slice_rows(draft.config.vocab_size, hidden_NBH.device)
+    rows = rows or slice_rows(draft.config.vocab_size, hidden_NBH.device, head.lm_head_VH.dtype)
     # The head's own type is the type of its products, and the rest is float32 also where the draft's arithmetic is not.
     with torch.autocast(hidden_NBH.device.type, enabled=False):
         if draft.candidate_selector is None:

@@ -1,6 +1,6 @@
 """The frozen head on a few slots at a time, forwards and backwards: the logits of all slots never exist together.
 
-R supervised slots, r slots of a slice, H hidden, V vocabulary, K candidates.
+R supervised slots, t of them whose logits are looked at together, H hidden, V vocabulary, K candidates.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cache.head import TargetHead
-from draft.sliced_head import SlicedHead
+from draft.sliced_head import SlicedHead, cut, tile_rows
 
-# Takes the slots of a slice and their logits (float32 [r, V]); returns each slot's loss [r] and leaves in place of the logits
+# Takes some slots and their logits (float32 [t, V]); returns each slot's loss [t] and leaves in place of the logits
 # that loss's gradient with respect to them. What else it wants to know of the logits, it keeps itself.
 SliceLoss = Callable[[slice, Tensor], Tensor]
 
@@ -22,14 +22,18 @@ def through_head(hidden_RH: Tensor, head: TargetHead, rows: int, slice_loss: Sli
 
     Two products with the head per slot, the fewest there can be, and `rows` slots of logits at a time.
     """
-    sliced = SlicedHead(head, min(rows, len(hidden_RH)))
+    rows = min(rows, len(hidden_RH))
+    sliced = SlicedHead(head, rows, tile_rows(hidden_RH.device, rows))
     loss_R = torch.empty(len(hidden_RH), device=hidden_RH.device)
     gradient_RH = torch.empty_like(hidden_RH, dtype=torch.float32)
-    for start in range(0, len(hidden_RH), rows):
-        part = slice(start, min(start + rows, len(hidden_RH)))
-        logits_rV = sliced.logits(hidden_RH[part])
-        loss_R[part] = slice_loss(part, logits_rV)
-        sliced.backward(logits_rV, gradient_RH[part])
+    for part in cut(0, len(hidden_RH), max(rows, 1)):
+        sliced.multiply(hidden_RH[part])
+        for slots in cut(part.start, part.stop, sliced.tile):
+            within = slice(slots.start - part.start, slots.stop - part.start)
+            logits_tV = sliced.logits(within)
+            loss_R[slots] = slice_loss(slots, logits_tV)
+            sliced.take(within, logits_tV)
+        sliced.backward(gradient_RH[part])
     return loss_R, gradient_RH
 
 
