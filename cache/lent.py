@@ -3,7 +3,7 @@
 One copy, where a read would be another; and a chunk of which only some rows are wanted is verified where it lies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,13 +15,17 @@ from torch import Tensor
 from cache.chunks import CHECKSUM, Due, Piece
 from cache.mapped import MappedFile
 
+# So much is verified and then copied at a time: it is still in the processor's cache.
+VERIFIED_BYTES = 4 << 20
 
-class _Lent(NamedTuple):
-    """A piece that lies in memory: chunks to verify (number, bytes), then what to copy (where to, from where)."""
+
+class _Copy(NamedTuple):
+    """Bytes of a piece and where they go; the chunks of them that are to be verified before (number, bytes)."""
 
     piece: Piece
     checks: list[tuple[int, NDArray[np.uint8]]]
-    copies: list[tuple[Tensor, Tensor]]
+    into: Tensor
+    held: Tensor
 
 
 def copy_lent(pieces: Sequence[Piece], due: Due) -> list[Piece]:
@@ -30,7 +34,7 @@ def copy_lent(pieces: Sequence[Piece], due: Due) -> list[Piece]:
     Raises ChunkDamaged.
     """
     files: dict[tuple[int, int], MappedFile | None] = {}
-    found: list[_Lent] = []
+    copies: list[_Copy] = []
     others: list[Piece] = []
     # Copying flushes the processor's caches, after which Python is at a third of its speed: all of that comes first.
     for piece in pieces:
@@ -42,13 +46,11 @@ def copy_lent(pieces: Sequence[Piece], due: Due) -> list[Piece]:
         if data is None:
             others.append(piece)
         else:
-            found.append(_Lent(piece, _checks(piece, data, due.get(key)), _copies(piece, data)))
-    for piece, checks, copies in found:
+            copies.extend(_copies(piece, data, _taken(piece, due.get(key))))
+    for piece, checks, into, held in copies:
         for number, chunk in checks:
             piece.reader.check(piece.shard, number, chunk[:-CHECKSUM], chunk[-CHECKSUM:].tobytes())
-        # What was looked at is still in the processor's cache.
-        for into, held in copies:
-            into.copy_(held)
+        into.copy_(held)
     return others
 
 
@@ -65,18 +67,15 @@ def _lend(piece: Piece, file: MappedFile) -> NDArray[np.uint8] | None:
     return file.lend(start + first * distance, (end - first - 1) * distance + piece.reader.chunk_bytes + CHECKSUM)
 
 
-def _checks(piece: Piece, data: NDArray[np.uint8], due: set[int] | None) -> list[tuple[int, NDArray[np.uint8]]]:
-    first, end = piece.chunks
-    numbers = sorted(due.intersection(range(first, end))) if due else []
-    if not due or not numbers:
-        return []
-    due.difference_update(numbers)
-    distance, size = piece.reader.spaced[piece.shard][1], piece.reader.chunk_bytes + CHECKSUM
-    starts = [(number - first) * distance for number in numbers]
-    return [(number, data[start : start + size]) for number, start in zip(numbers, starts, strict=True)]
+def _taken(piece: Piece, due: set[int] | None) -> list[int]:
+    # Which chunks to verify here. Whatever other piece shares one comes after.
+    numbers = [number for number in range(*piece.chunks) if number in due] if due else []
+    if due and numbers:
+        due.difference_update(numbers)
+    return numbers
 
 
-def _copies(piece: Piece, data: NDArray[np.uint8]) -> list[tuple[Tensor, Tensor]]:
+def _copies(piece: Piece, data: NDArray[np.uint8], numbers: list[int]) -> Iterator[_Copy]:
     reader, (first, end) = piece.reader, piece.chunks
     row_bytes, whole, distance = reader.spec.row_bytes, reader.chunk_bytes, reader.spaced[piece.shard][1]
     # Torch copies words a tenth faster than the C library copies bytes, and whole chunks, which lie apart, in one call.
@@ -85,26 +84,28 @@ def _copies(piece: Piece, data: NDArray[np.uint8]) -> list[tuple[Tensor, Tensor]
     out = torch.frombuffer(piece.out, dtype=word)
     held = torch.from_numpy(data[: len(data) - len(data) % width]).view(word)
     skipped = (piece.first * row_bytes - first * whole) // width
-    return [
-        (
-            out.as_strided((count, size), (size, 1), done),
-            held.as_strided((count, size), (step, 1), chunk * step + skip),
-        )
-        for chunk, count, skip, done, size in _cuts(end - first, skipped, len(piece.out) // width, whole // width)
-    ]
+    most = max(1, VERIFIED_BYTES // whole) if len(numbers) * whole > VERIFIED_BYTES else end - first
+    for chunk, count, skip, done, size in _cuts(end - first, skipped, len(piece.out) // width, whole // width, most):
+        checks = [
+            (number, data[(number - first) * distance :][: whole + CHECKSUM])
+            for number in numbers
+            if chunk <= number - first < chunk + count
+        ]
+        into = out.as_strided((count, size), (size, 1), done)
+        yield _Copy(piece, checks, into, held.as_strided((count, size), (step, 1), chunk * step + skip))
 
 
 @lru_cache
-def _cuts(chunks: int, skip: int, total: int, whole: int) -> list[tuple[int, int, int, int, int]]:
+def _cuts(chunks: int, skip: int, total: int, whole: int, most: int) -> list[tuple[int, int, int, int, int]]:
     """What is copied at once of so many chunks of `whole` words, `total` words from word `skip` of the first on.
 
     (first chunk, how many, words left out of each at its beginning, words copied before, words of each): the first chunk and the
-    last, of which not all may be wanted, and those between. All layers of a cache are cut alike.
+    last, of which not all may be wanted, and those between, at most `most` together. All layers of a cache are cut alike.
     """
-    cuts, done = list[tuple[int, int, int, int, int]](), 0
-    for start, stop in ((0, 1), (1, chunks - 1), (max(1, chunks - 1), chunks)):
-        if start < stop:
-            size = min(whole - skip, total - done)
-            cuts.append((start, stop - start, skip, done, size))
-            done, skip = done + (stop - start) * size, 0
+    cuts, chunk, done = list[tuple[int, int, int, int, int]](), 0, 0
+    while chunk < chunks:
+        count = 1 if chunk in (0, chunks - 1) else min(most, chunks - 1 - chunk)
+        size = min(whole - skip, total - done)
+        cuts.append((chunk, count, skip, done, size))
+        chunk, done, skip = chunk + count, done + count * size, 0
     return cuts

@@ -43,7 +43,7 @@ class SlicedHead:
     """
 
     def __init__(self, head: TargetHead, rows: int, tile: int) -> None:
-        self.head, self.rows, self.tile = head, rows, tile
+        self.head, self.tile = head, tile
         self._product_RV = head.lm_head_VH.new_empty(rows, len(head.lm_head_VH))
         part_tV = self._product_RV[:tile]
         # Where the products are in float32, their own buffer holds the logits.

@@ -4,24 +4,33 @@ import atexit
 import ctypes
 import gc
 import os
+import sys
 
-# glibc's mallopt(3). Its largest value keeps every block of up to 2 GB.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**31 - 1
+# Of glibc's mallopt(3): nothing lies in a mapping of its own, and nothing at the end of the heap is given back.
+KEEP_ALL = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
+# What else sets them, as a variable MALLOC_..._ or in GLIBC_TUNABLES.
+SETTINGS = ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD")
 
 
 def settle_memory() -> None:
     """Call once, when the process begins. Without glibc, whose functions these are, memory stays as it is.
 
     The C library gives blocks from 32 MB on back to the system as soon as they are free, and each page of the next one is cleared
-    and mapped anew: on a CPU an eighth to a half of a step, and a tenth to a quarter of a capture. Kept, the process holds its peak, which
-    lies some tenth higher, until it ends. Who sets glibc's own variables (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES) has decided.
+    and mapped anew: on a CPU an eighth to a half of a step, and a tenth to a quarter of a capture. Kept, the process holds its
+    peak, which lies some tenth higher, until it ends. Whoever sets glibc's own variables for this has decided.
 
     Where Python ends, the garbage collector walks all that torch and transformers ever made: over a second, for memory that goes
     with the process.
     """
     atexit.register(gc.freeze)
-    decided = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys()
+    if sys.platform != "linux" or _is_set():
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not decided and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
-        for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            mallopt(parameter, LARGEST)
+    if mallopt is not None:
+        for parameter, value in KEEP_ALL.values():
+            mallopt(parameter, value)
+
+
+def _is_set() -> bool:
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(f"MALLOC_{name}_" in os.environ or f"glibc.malloc.{name.lower()}=" in tunables for name in SETTINGS)

@@ -70,6 +70,22 @@ def test_lent_chunks_are_verified_first_and_then_now_and_then_as_read_ones_are(t
     assert outcomes(ChunkReader(LocalStore(tmp_path / "hs"), spec, verify_every=4)) == by_memory
 
 
+def test_a_chunk_that_two_spans_share_is_verified_once(tmp_path, monkeypatch):
+    make_cache(tmp_path / "hs", "bf16", shard_tokens=64)
+    verified, real = [], ChunkReader.check
+
+    def watched(self, shard, number, *data):
+        verified.append((shard, number))
+        real(self, shard, number, *data)
+
+    monkeypatch.setattr(ChunkReader, "check", watched)
+    spec = open_cache(str(tmp_path / "hs")).arrays["hidden/2"].spec
+    rows = read_rows([ChunkReader(LocalStore(tmp_path / "hs"), spec)], [(70, 60), (100, 10)])[0]
+    assert sorted(verified) == [(1, 0), (2, 0)]
+    held = zarr.open_group(str(tmp_path / "hs"), mode="r")["hidden/2"]
+    np.testing.assert_array_equal(rows, np.concatenate([held[70:130], held[100:110]]))
+
+
 def test_a_file_cut_off_or_gone_after_it_was_mapped_is_an_error_that_names_it(tmp_path):
     make_cache(tmp_path / "hs", "bf16")
     cache = open_cache(str(tmp_path / "hs"))
