@@ -46,7 +46,7 @@ def copy_lent(pieces: Sequence[Piece], due: Due) -> list[Piece]:
         if data is None:
             others.append(piece)
         else:
-            copies.extend(_copies(piece, data, _taken(piece, due.get(key))))
+            copies.extend(_copies(piece, data, _taken(piece, due.get(key, set()))))
     for piece, checks, into, held in copies:
         for number, chunk in checks:
             piece.reader.check(piece.shard, number, chunk[:-CHECKSUM], chunk[-CHECKSUM:].tobytes())
@@ -67,11 +67,10 @@ def _lend(piece: Piece, file: MappedFile) -> NDArray[np.uint8] | None:
     return file.lend(start + first * distance, (end - first - 1) * distance + piece.reader.chunk_bytes + CHECKSUM)
 
 
-def _taken(piece: Piece, due: set[int] | None) -> list[int]:
+def _taken(piece: Piece, due: set[int]) -> list[int]:
     # Which chunks to verify here. Whatever other piece shares one comes after.
-    numbers = [number for number in range(*piece.chunks) if number in due] if due else []
-    if due and numbers:
-        due.difference_update(numbers)
+    numbers = sorted(due.intersection(range(*piece.chunks)))
+    due.difference_update(numbers)
     return numbers
 
 

@@ -6,9 +6,9 @@ import gc
 import os
 import sys
 
-# Of glibc's mallopt(3): nothing lies in a mapping of its own, and nothing at the end of the heap is given back.
-KEEP_ALL = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
-# What else sets them, as a variable MALLOC_..._ or in GLIBC_TUNABLES.
+# Of glibc's mallopt(3).
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+# What else sets these, as a variable MALLOC_..._ or in GLIBC_TUNABLES.
 SETTINGS = ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD")
 
 
@@ -27,8 +27,9 @@ def settle_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for parameter, value in KEEP_ALL.values():
-            mallopt(parameter, value)
+        # Nothing lies in a mapping of its own, and nothing at the end of the heap is given back.
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _is_set() -> bool:
